@@ -1,0 +1,80 @@
+#include "cpu/isa.h"
+
+#include <cstdlib>
+#include <string>
+
+#include "base/check.h"
+
+namespace kvcore {
+namespace {
+
+bool Runs(Isa isa) {
+#if defined(KVCORE_X86_LEVELS)
+  __builtin_cpu_init();
+  switch (isa) {
+    case Isa::kBase:
+      return true;
+    case Isa::kV3:
+      return __builtin_cpu_supports("x86-64-v3");
+    case Isa::kV4:
+      return __builtin_cpu_supports("x86-64-v4");
+    case Isa::kV4Bf16:
+      return __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512bf16");
+  }
+  return false;
+#else
+  return isa == Isa::kBase;
+#endif
+}
+
+void Require(Isa isa) {
+  KV_CHECK(Runs(isa)) << "KVCORE_ISA: level '" << IsaName(isa)
+                      << "' was not compiled or does not run on this CPU";
+}
+
+Isa Choose() {
+  const Isa levels[] = {Isa::kV4Bf16, Isa::kV4, Isa::kV3, Isa::kBase};
+  if (const char* wanted = std::getenv("KVCORE_ISA"); wanted != nullptr && *wanted != '\0') {
+    for (Isa isa : levels)
+      if (std::string(wanted) == IsaName(isa)) {
+        Require(isa);
+        return isa;
+      }
+    KV_CHECK(false) << "KVCORE_ISA: expected base, v3, v4 or bf16, got '" << wanted << "'";
+  }
+  for (Isa isa : levels)
+    if (Runs(isa)) return isa;
+  return Isa::kBase;
+}
+
+Isa& Active() {
+  static Isa isa = Choose();
+  return isa;
+}
+
+}  // namespace
+
+Isa ActiveIsa() { return Active(); }
+
+const char* IsaName(Isa isa) {
+  switch (isa) {
+    case Isa::kBase:
+      return "base";
+    case Isa::kV3:
+      return "v3";
+    case Isa::kV4:
+      return "v4";
+    case Isa::kV4Bf16:
+      return "bf16";
+  }
+  return "?";
+}
+
+bool IsaSupported(Isa isa) { return Runs(isa); }
+
+void SetIsa(Isa isa) {
+  Require(isa);
+  Active() = isa;
+}
+
+}  // namespace kvcore

@@ -1,0 +1,25 @@
+#pragma once
+
+#include "ops/batch.h"
+#include "ops/kv_cache_view.h"
+
+namespace kvcore {
+
+// out[t, h] = sum_r softmax_r(scale * query[t, h] . k_r) v_r over the slots r that token t may see:
+// token i of the c tokens that sequence s brings sees slots [0, lane_len - c + i + 1) of its lane.
+// Query head h reads kv head h / (q_heads / kv_heads). Accumulates in float; scale is applied after
+// the dot product. A token that sees no slot gets 0 and lse -inf. Decode is the case c = 1.
+struct AttendParams {
+  TensorView query;  // T   [tokens, q_heads, head_dim], last dim dense, other strides free
+  TensorView out;    // T   [tokens, q_heads, head_dim], out, last dim dense
+  TensorView lse;    // f32 [tokens, q_heads], out, natural log of the softmax denominator; optional
+  TensorView scratch;  // u8 [>= AttendScratchBytes]
+  RaggedBatch batch;
+  int64_t layer = 0;
+  float scale = 1.0f;
+};
+
+// Scratch that `attend` needs for at most `threads` threads.
+int64_t AttendScratchBytes(const KvCacheView& view, int64_t q_heads, int threads);
+
+}  // namespace kvcore

@@ -1,0 +1,79 @@
+// The storage of all lanes of one engine as the operations see it.
+//
+// A lane is (row, layer, kv head). Its live slots are [0, lane_len); slot s lies in block
+// block_table[lane][s / 16] at s % 16. Table entries past the live blocks and slots past lane_len
+// hold garbage that no operation reads.
+#pragma once
+
+#include "base/tensor_match.h"
+#include "base/tensor_view.h"
+#include "ops/kv_layout.h"
+
+namespace kvcore {
+
+struct KvCacheView {
+  TensorView key_blocks;    // T   [blocks, 16 * head_dim], layout of kv_layout.h
+  TensorView value_blocks;  // T   [blocks, 16 * head_dim]
+  TensorView position;      // i32 [blocks, 16], position of each live slot's token
+  TensorView block_table;   // i32 [rows, layers, kv_heads, max_blocks]
+  TensorView lane_len;      // i32 [rows, layers, kv_heads]
+  TensorView seq_len;       // i32 [rows], tokens ever appended = position of the next token
+  TensorView query_ring;    // T   [rows, layers, q_heads, window, head_dim] or empty; the query at
+                            //     position p lies at p % window, after RoPE
+  int64_t head_dim = 0;
+
+  int64_t num_rows() const { return block_table.shape[0]; }
+  int64_t num_layers() const { return block_table.shape[1]; }
+  int64_t num_kv_heads() const { return block_table.shape[2]; }
+  int64_t max_blocks() const { return block_table.shape[3]; }
+  int64_t num_blocks() const { return key_blocks.shape[0]; }
+  int64_t window() const { return query_ring.empty() ? 0 : query_ring.shape[3]; }
+  DType dtype() const { return key_blocks.dtype; }
+  int64_t LaneId(int64_t row, int64_t layer, int64_t head) const {
+    return (row * num_layers() + layer) * num_kv_heads() + head;
+  }
+
+  // Throws Error when the tensors do not fit together.
+  void Check() const {
+    Dims dims;
+    KV_CHECK(head_dim >= kHeadDimMultiple && head_dim <= kMaxHeadDim &&
+             head_dim % kHeadDimMultiple == 0)
+        << "head_dim: expected a multiple of 8 in [8, 256], got " << head_dim;
+    MatchTensor({"blocks", "block_elements"})
+        .Floating()
+        .Contiguous()
+        .Check(key_blocks, "key_blocks", &dims);
+    KV_CHECK(dims["block_elements"] == BlockElements(head_dim))
+        << "key_blocks: expected " << BlockElements(head_dim) << " elements a block, got "
+        << dims["block_elements"];
+    MatchTensor({"blocks", "block_elements"})
+        .DType(key_blocks.dtype)
+        .Contiguous()
+        .Check(value_blocks, "value_blocks", &dims);
+    MatchTensor({"blocks", "16"})
+        .DType(DType::kI32)
+        .Contiguous()
+        .Check(position, "position", &dims);
+    MatchTensor({"rows", "layers", "kv_heads", "max_blocks"})
+        .DType(DType::kI32)
+        .Contiguous()
+        .Check(block_table, "block_table", &dims);
+    MatchTensor({"rows", "layers", "kv_heads"})
+        .DType(DType::kI32)
+        .Contiguous()
+        .Check(lane_len, "lane_len", &dims);
+    MatchTensor({"rows"}).DType(DType::kI32).Contiguous().Check(seq_len, "seq_len", &dims);
+    if (!query_ring.empty()) {
+      MatchTensor({"rows", "layers", "q_heads", "window", "head_dim"})
+          .DType(key_blocks.dtype)
+          .Contiguous()
+          .Check(query_ring, "query_ring", &dims);
+      KV_CHECK(dims["q_heads"] % dims["kv_heads"] == 0)
+          << "query_ring: " << dims["q_heads"] << " query heads are no multiple of "
+          << dims["kv_heads"] << " kv heads";
+      KV_CHECK(dims["head_dim"] == head_dim) << "query_ring: head_dim " << dims["head_dim"];
+    }
+  }
+};
+
+}  // namespace kvcore

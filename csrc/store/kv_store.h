@@ -1,0 +1,106 @@
+// Sequences over the lanes of one engine: the only writer of block tables, lengths and reference
+// counts. Data moves through the operations of the engine's back end.
+//
+// Handles (SeqId) are never reused, so a stale one is an Error and not somebody else's sequence.
+// Every method either completes or throws leaving all as it was. Not thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/stream.h"
+#include "ops/kv_cache_view.h"
+#include "ops/op_table.h"
+#include "store/block_pool.h"
+
+namespace kvcore {
+
+using SeqId = int64_t;
+
+class KvStore {
+ public:
+  // The tensors of `view` stay owned by the caller and must outlive the store; the store zeroes the
+  // lengths. Throws Error if the view is inconsistent.
+  explicit KvStore(const KvCacheView& view);
+
+  // An empty sequence. Throws OutOfBlocks when all rows are taken.
+  SeqId Create();
+  // Frees the row and drops its references.
+  void Release(SeqId seq);
+  bool IsLive(SeqId seq) const;
+
+  // Makes room for counts[i] more tokens in every lane of seqs[i] and counts them in lane_len and
+  // seq_len; append_kv then fills the slots. A shared open block is copied first. All sequences or
+  // none: throws OutOfBlocks if the pool lacks blocks, Error if a lane would outgrow its table.
+  void Extend(const std::vector<SeqId>& seqs, const std::vector<int64_t>& counts,
+              Stream stream = 0);
+  // Blocks that Extend would take from the pool.
+  int64_t BlocksToExtend(const std::vector<SeqId>& seqs, const std::vector<int64_t>& counts) const;
+  // Forgets the newest `count` slots of every lane, undoing an Extend whose forward did not happen.
+  // REQUIRES: no eviction since that Extend.
+  void Truncate(SeqId seq, int64_t count);
+
+  // Makes `count` copies of `parent` that can be extended and evicted independently. copy = false
+  // shares full blocks and copies the open one; copy = true copies all live blocks (for sequences
+  // that evict: compaction rewrites slots in place). The query ring is copied in both. Throws
+  // OutOfBlocks if blocks or rows do not suffice. Source: KV-Rescue, appendix C.
+  std::vector<SeqId> Fork(SeqId parent, int64_t count, bool copy, Stream stream = 0);
+  int64_t BlocksToFork(SeqId parent, int64_t count, bool copy) const;
+  // `parent` becomes what `child` is; the child's handle dies. Nothing is copied.
+  void Adopt(SeqId parent, SeqId child);
+
+  // Drops the named slots of every lane of seqs: drop i32 [seqs, layers, kv_heads, max_drop]
+  // ascending, drop_count i32 [seqs, layers, kv_heads]. Holes are filled from the tail, trailing
+  // empty blocks are freed. Shared blocks are copied before they are rewritten, so others never
+  // notice. Returns slots dropped.
+  int64_t Evict(const std::vector<SeqId>& seqs, const TensorView& drop,
+                const TensorView& drop_count, Stream stream = 0);
+
+  int64_t Row(SeqId seq) const;         // index into the view's tensors
+  int64_t SeqLen(SeqId seq) const;      // tokens ever appended
+  int64_t MaxLaneLen(SeqId seq) const;  // longest lane, slots
+  int64_t TotalSlots(SeqId seq) const;  // live slots summed over lanes
+  int64_t NumBlocks(SeqId seq) const;   // table entries in use, shared ones included
+  int64_t FreeBlocks() const { return pool_.num_free(); }
+  int64_t FreeRows() const { return static_cast<int64_t>(free_rows_.size()); }
+  int64_t NumSequences() const { return static_cast<int64_t>(row_of_.size()); }
+  const KvCacheView& view() const { return view_; }
+
+  // Every table entry in use is referenced as often as counted, lengths fit their blocks, rows are
+  // used once. Throws InternalError. Cost: a walk over all tables.
+  void CheckIntegrity() const;
+
+ private:
+  struct ExtendPlan;
+
+  int32_t* Table(int64_t row, int64_t lane) const;  // lane = layer * kv_heads + head
+  int32_t& LaneLen(int64_t row, int64_t lane) const;
+  int32_t& RowSeqLen(int64_t row) const;
+
+  std::vector<int32_t> Rows(const std::vector<SeqId>& seqs) const;  // Error if stale or repeated
+  ExtendPlan PlanExtend(const std::vector<SeqId>& seqs, const std::vector<int64_t>& counts) const;
+  void NeedBlocks(const char* method, int64_t needed) const;
+  // Table entries that are about to be written while others own their blocks too: blocks it takes
+  // to give each a block of its own, and doing so.
+  int64_t BlocksToUnshare(const std::vector<int32_t*>& entries) const;
+  void Unshare(const std::vector<int32_t*>& entries, Stream stream);
+  void CopyBlocks(std::vector<int32_t>& src, std::vector<int32_t>& dst, Stream stream) const;
+  void CopyQueryRing(int64_t from_row, int64_t to_row) const;
+  void ShrinkLane(int64_t row, int64_t lane, int64_t len);
+  void FreeRow(int64_t row);
+
+  KvCacheView view_;
+  const OpTable* ops_;
+  BlockPool pool_;
+  std::vector<int64_t> free_rows_;
+  std::unordered_map<SeqId, int64_t> row_of_;
+  // Per row: some lane's open (partly filled) block may have other owners. Only shrinking a row
+  // that shares full blocks brings this about, so Extend need not look at tables otherwise.
+  std::vector<uint8_t> open_may_be_shared_;
+  SeqId next_seq_ = 0;
+  int64_t num_lanes_ = 0;  // lanes of one row
+};
+
+}  // namespace kvcore
