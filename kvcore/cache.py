@@ -1,0 +1,142 @@
+"""The KV cache of one engine: tensors on this side, tables and lengths written by the core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcore import ops
+from kvcore.native import _C
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What the model fixes about its cache."""
+
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of one sequence."""
+        return self.layers * self.kv_heads
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return 2 * self.lanes * self.head_dim * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the keys and values of one block (16 slots of one lane)."""
+        return 2 * ops.BLOCK_SLOTS * self.head_dim * self.dtype.itemsize
+
+
+class KVCache:
+    """Paged keys and values of up to ``rows`` sequences; a sequence is named by its store handle.
+
+    Args:
+        shape: of the model.
+        blocks: in the pool. Memory is touched only when used.
+        rows: sequences at once.
+        max_len: slots that one lane can hold.
+        window: queries kept per query head for policies that observe; 0 for none.
+    """
+
+    def __init__(
+        self, shape: CacheShape, *, blocks: int, rows: int, max_len: int, window: int = 0
+    ) -> None:
+        self.shape = shape
+        self.blocks = blocks
+        self.window = window
+        elements = ops.BLOCK_SLOTS * shape.head_dim
+        max_blocks = -(-max_len // ops.BLOCK_SLOTS)
+        self.key_blocks = torch.empty((blocks, elements), dtype=shape.dtype)
+        self.value_blocks = torch.empty((blocks, elements), dtype=shape.dtype)
+        self.position = torch.empty((blocks, ops.BLOCK_SLOTS), dtype=torch.int32)
+        table = (rows, shape.layers, shape.kv_heads, max_blocks)
+        self.block_table = torch.zeros(table, dtype=torch.int32)
+        self.lane_len = torch.zeros(table[:3], dtype=torch.int32)
+        self.seq_len = torch.zeros(rows, dtype=torch.int32)
+        ring = (rows, shape.layers, shape.q_heads, window, shape.head_dim)
+        self.query_ring = torch.empty(ring, dtype=shape.dtype) if window else None
+        self.store = _C.KvStore(
+            self.key_blocks,
+            self.value_blocks,
+            self.position,
+            self.block_table,
+            self.lane_len,
+            self.seq_len,
+            self.query_ring,
+            shape.head_dim,
+        )
+        self._attend_scratch = ops.attend_scratch(self.store, shape.q_heads)
+
+    def extend(self, seqs: Sequence[int], counts: Sequence[int]) -> ops.RaggedBatch:
+        """Make room for ``counts[i]`` new tokens of ``seqs[i]`` and say where they go.
+
+        Raises:
+            OutOfBlocks: the pool lacks blocks; nothing has changed.
+            ValueError: a lane would outgrow ``max_len``, or a handle is not live.
+        """
+        self.store.extend(seqs, counts)
+        return self.batch(seqs, counts)
+
+    def batch(self, seqs: Sequence[int], counts: Sequence[int]) -> ops.RaggedBatch:
+        """Where the newest ``counts[i]`` tokens of ``seqs[i]`` go, after the store was extended."""
+        batch = ops.RaggedBatch(
+            rows=torch.empty(len(seqs), dtype=torch.int32),
+            cu_tokens=torch.empty(len(seqs) + 1, dtype=torch.int32),
+            positions=torch.empty(sum(counts), dtype=torch.int64),
+        )
+        self.store.fill_batch(seqs, counts, batch.rows, batch.cu_tokens, batch.positions)
+        return batch
+
+    def update_and_attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch: ops.RaggedBatch,
+        scale: float,
+    ) -> Tensor:
+        """Append one layer's keys and values [tokens, kv_heads, head_dim], then attend.
+
+        Returns [tokens, q_heads, head_dim].
+        """
+        observed = query if self.window else None
+        ops.append_kv(self.store, layer, key, value, observed, batch)
+        return ops.attend(self.store, layer, query, batch, scale, self._attend_scratch)
+
+    def rows(self, seqs: Sequence[int]) -> Tensor:
+        """i32 [seqs]: rows of the cache tensors."""
+        return torch.tensor(self.store.rows(seqs), dtype=torch.int32)
+
+    def longest_lane(self, seqs: Sequence[int]) -> int:
+        """Slots of the longest lane of these sequences."""
+        return max((self.store.max_lane_len(s) for s in seqs), default=0)
+
+    def positions(self, seqs: Sequence[int]) -> Tensor:
+        """i32 [seqs, layers, kv_heads, slots]: position held by each slot, -1 past a lane's end."""
+        slots = self.longest_lane(seqs)
+        rows = self.rows(seqs).long()
+        blocks = self.block_table[rows][..., : -(-slots // ops.BLOCK_SLOTS)].long()
+        live = torch.arange(slots) < self.lane_len[rows][..., None]
+        blocks = blocks.clamp(0, self.blocks - 1)
+        flat = self.position[blocks].flatten(-2)[..., :slots]
+        return torch.where(live, flat, torch.full_like(flat, -1))
+
+    def bytes_of(self, seq: int) -> int:
+        """Bytes of the blocks that this sequence holds, shared ones included."""
+        return self.store.num_blocks(seq) * self.shape.block_bytes
+
+    def bytes_in_use(self) -> int:
+        """Bytes of all blocks that some sequence holds, shared ones once."""
+        return (self.blocks - self.store.free_blocks()) * self.shape.block_bytes

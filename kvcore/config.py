@@ -1,0 +1,227 @@
+"""Settings: frozen, checked when made, free of torch.
+
+Every class raises ``ValueError`` naming the field, what was expected and what came.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def require(condition: bool, field_name: str, expected: str, got: Any) -> None:
+    """Raise ``ValueError`` in the one form all settings use, unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(f"{field_name}: expected {expected}, got {got!r}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def require_int(value: Any, field_name: str, low: int, high: int | None = None) -> None:
+    """Raise ``ValueError`` unless ``value`` is an int in [low, high]."""
+    bound = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+    ok = _is_int(value) and value >= low and (high is None or value <= high)
+    require(ok, field_name, bound, value)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn (defaults: KV-Rescue, experiment setup).
+
+    Attributes:
+        temperature: 0 means greedy.
+        top_p: in (0, 1].
+        top_k: 0 means off.
+        max_new_tokens: at most this many tokens for one ``generate`` call or one candidate step.
+    """
+
+    temperature: float = 0.8
+    top_p: float = 0.95
+    top_k: int = 20
+    max_new_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        ok = _is_number(self.temperature) and self.temperature >= 0
+        require(ok, "temperature", "a number >= 0", self.temperature)
+        ok = _is_number(self.top_p) and 0 < self.top_p <= 1
+        require(ok, "top_p", "a number in (0, 1]", self.top_p)
+        require_int(self.top_k, "top_k", 0)
+        require_int(self.max_new_tokens, "max_new_tokens", 1)
+
+
+@dataclass(frozen=True)
+class EvictionConfig:
+    """What a policy keeps in each lane.
+
+    ``budget`` scored entries are kept, besides the ``protect`` newest, which are never scored.
+    Eviction fires when a lane reaches ``budget + headroom`` slots (``trigger``), after the forward
+    that filled it.
+
+    Attributes:
+        policy: a name of ``kvcore.policies.available()``; "full" never evicts.
+        budget: B, scored entries kept per lane; required unless policy is "full".
+        protect: newest entries never scored.
+        headroom: slots above ``budget`` at which eviction fires.
+        window: observation queries (R-KV's alpha).
+        protect_prompt: keep the prompt besides ``budget``.
+        mix: R-KV's lambda, weight of importance against redundancy.
+        kernel: width of R-KV's max-pool, odd.
+        threshold: cosine similarity above which keys count as similar.
+        seed: of the "random" policy.
+    Source: R-KV defaults; KV-Rescue, experiment setup (lambda 0.1, headroom 128).
+    """
+
+    policy: str = "full"
+    budget: int | None = None
+    protect: int = 8
+    headroom: int = 128
+    window: int = 8
+    protect_prompt: bool = False
+    mix: float = 0.1
+    kernel: int = 7
+    threshold: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.policy, str) and self.policy != "", "policy", "a name", self.policy)
+        if self.policy == "full":
+            require(self.budget is None, "budget", "None with policy 'full'", self.budget)
+            return
+        require(self.budget is not None, "budget", f"an integer with policy {self.policy!r}", None)
+        require_int(self.budget, "budget", 1)
+        require_int(self.protect, "protect", 1)
+        require_int(self.headroom, "headroom", 1)
+        ok = self.headroom > self.protect
+        require(ok, "headroom", f"more than protect ({self.protect})", self.headroom)
+        require_int(self.window, "window", 1)
+        require(_is_number(self.mix) and 0 <= self.mix <= 1, "mix", "a number in [0, 1]", self.mix)
+        require_int(self.kernel, "kernel", 1)
+        require(self.kernel % 2 == 1, "kernel", "an odd integer", self.kernel)
+        ok = _is_number(self.threshold) and -1 <= self.threshold <= 1
+        require(ok, "threshold", "a number in [-1, 1]", self.threshold)
+        require_int(self.seed, "seed", 0, 2**63 - 1)
+
+    @property
+    def evicts(self) -> bool:
+        return self.policy != "full"
+
+    @property
+    def trigger(self) -> int:
+        """Lane length in slots at which eviction fires; REQUIRES a policy that evicts."""
+        assert self.budget is not None
+        return self.budget + self.headroom
+
+
+@dataclass(frozen=True)
+class DetectorConfig:
+    """When a candidate counts as degenerate (KV-Rescue, eq. 4 and appendix C).
+
+    Attributes:
+        entropy: test the mean of the last ``entropy_window`` token entropies against
+            ``entropy_threshold`` nats, from token ``entropy_guard`` on.
+        gzip: test gzip size / bytes of the last ``gzip_window`` bytes against ``gzip_threshold``.
+        gzip_exact: test at every token instead of skipping checks that cannot fire.
+        repetition: test for a tail that repeats exactly (not in the paper, off by default): at
+            least ``repetition_min_count`` copies of at most ``repetition_max_pattern_size`` tokens,
+            together at least ``repetition_min_tokens`` long.
+    """
+
+    entropy: bool = True
+    entropy_threshold: float = 7.0
+    entropy_window: int = 12
+    entropy_guard: int = 24
+    gzip: bool = True
+    gzip_threshold: float = 0.18
+    gzip_window: int = 800
+    gzip_exact: bool = False
+    repetition: bool = False
+    repetition_max_pattern_size: int = 64
+    repetition_min_count: int = 3
+    repetition_min_tokens: int = 80
+
+    def __post_init__(self) -> None:
+        ok = _is_number(self.entropy_threshold) and self.entropy_threshold > 0
+        require(ok, "entropy_threshold", "a number > 0", self.entropy_threshold)
+        require_int(self.entropy_window, "entropy_window", 1)
+        require_int(self.entropy_guard, "entropy_guard", 1)
+        ok = _is_number(self.gzip_threshold) and 0 < self.gzip_threshold < 1
+        require(ok, "gzip_threshold", "a number in (0, 1)", self.gzip_threshold)
+        require_int(self.gzip_window, "gzip_window", 32, 32768)
+        require_int(self.repetition_max_pattern_size, "repetition_max_pattern_size", 1)
+        require_int(self.repetition_min_count, "repetition_min_count", 2)
+        require_int(self.repetition_min_tokens, "repetition_min_tokens", 1)
+
+    @property
+    def active(self) -> bool:
+        return self.entropy or self.gzip or self.repetition
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Size and schedule of one engine.
+
+    Attributes:
+        max_seqs: rows of the cache: sequences that hold cache at once.
+        context_len: longest sequence in tokens; None takes the model's own limit.
+        kv_blocks: blocks in the pool (16 slots of one lane each); None sizes the pool by
+            ``kv_bytes``.
+        kv_bytes: bytes of keys and values when ``kv_blocks`` is None.
+        max_batched_tokens: most tokens of one forward; longer prompts are prefilled in chunks.
+        prepack: keep linear weights in oneDNN's packed layout where it computes the same (CPU,
+            bf16).
+    """
+
+    max_seqs: int = 256
+    context_len: int | None = None
+    kv_blocks: int | None = None
+    kv_bytes: int = 2 << 30
+    max_batched_tokens: int = 2048
+    prepack: bool = True
+
+    def __post_init__(self) -> None:
+        require_int(self.max_seqs, "max_seqs", 1)
+        if self.context_len is not None:
+            require_int(self.context_len, "context_len", 1)
+        if self.kv_blocks is not None:
+            require_int(self.kv_blocks, "kv_blocks", 1, 2**31 - 1)
+        require_int(self.kv_bytes, "kv_bytes", 1)
+        require_int(self.max_batched_tokens, "max_batched_tokens", 1)
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """Stepwise search: best-of-N without a helper, KV-Rescue with one (Algorithm 1).
+
+    Attributes:
+        n: candidates of the base model per step (N_b).
+        n_helper: candidates of the helper per step (N_h); 0 without a helper, ``None`` takes ``n``.
+        sampling: of both models; ``max_new_tokens`` bounds one step.
+        max_steps: steps of one solution.
+        max_tokens: context in tokens, prompt included, at which a solution is retired.
+        detector: of base candidates; ``None`` switches early exit off.
+        seed: of the run; every draw is a function of (seed, problem, step, source, candidate,
+            token).
+    """
+
+    n: int = 8
+    n_helper: int | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_steps: int = 1024
+    max_tokens: int = 4096
+    detector: DetectorConfig | None = field(default_factory=DetectorConfig)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_int(self.n, "n", 1)
+        if self.n_helper is not None:
+            require_int(self.n_helper, "n_helper", 0)
+        require_int(self.max_steps, "max_steps", 1)
+        require_int(self.max_tokens, "max_tokens", 2)
+        require_int(self.seed, "seed", 0, 2**63 - 1)

@@ -1,0 +1,46 @@
+"""One forward of the model over a flattened ragged batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcore.cache import KVCache
+from kvcore.models.attention import AttentionContext
+from kvcore.models.loader import LoadedModel
+from kvcore.ops import RaggedBatch
+
+
+class ModelRunner:
+    """Runs ``model`` on ``cache``; holds no state between calls."""
+
+    def __init__(self, model: LoadedModel, cache: KVCache) -> None:
+        self._module = model.model
+        self._trunk = model.model.model
+        self._has_head = model.has_head
+        self._cache = cache
+
+    @torch.inference_mode()
+    def forward(self, tokens: Tensor, batch: RaggedBatch, logit_rows: Tensor) -> Tensor | None:
+        """Feed ``tokens`` i64 [tokens]; the cache must have room for them already.
+
+        Args:
+            logit_rows: i64 [rows], token indices whose output is wanted.
+        Returns:
+            [rows, vocabulary] (or [rows, labels] with a head), None for no rows.
+        """
+        inputs = {
+            "input_ids": tokens[None],
+            "position_ids": batch.positions[None],
+            "use_cache": False,
+            "kv_batch": AttentionContext(self._cache, batch),
+        }
+        if len(logit_rows) == 0:
+            self._trunk(**inputs)
+            return None
+        if self._has_head:
+            hidden = self._trunk(**inputs).last_hidden_state[0, logit_rows]
+            scores: Tensor = self._module.score(hidden)  # type: ignore[operator]
+            return scores
+        logits: Tensor = self._module(**inputs, logits_to_keep=logit_rows).logits[0]
+        return logits

@@ -1,0 +1,152 @@
+"""Which sequences run in the next forward, and who makes room when blocks run out.
+
+Oldest first. A sequence that does not fit pushes out younger ones, never an older one that runs:
+they lose their cache and get it back later by forking again, or by feeding the same pieces again.
+The oldest can therefore always go on, and nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvcore.cache import KVCache
+from kvcore.engine.sequence import Sequence
+
+
+@dataclass
+class Plan:
+    """The next forward: ``counts[i]`` tokens of ``seqs[i]``; ``failed`` can never fit."""
+
+    seqs: list[Sequence] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    failed: list[tuple[Sequence, str]] = field(default_factory=list)
+    preempted: int = 0
+
+
+class Scheduler:
+    """Plans forwards over one cache.
+
+    Args:
+        evicts: sequences evict: forks copy all live blocks instead of sharing full ones, and pieces
+            are replayed one by one.
+        max_batched_tokens: most tokens of one forward.
+    """
+
+    def __init__(self, cache: KVCache, *, evicts: bool, max_batched_tokens: int) -> None:
+        self._store = cache.store
+        self._blocks = cache.blocks
+        self._lanes = cache.shape.lanes
+        self._evicts = evicts
+        self._max_tokens = max_batched_tokens
+
+    def plan(self, sequences: Iterable[Sequence]) -> Plan:
+        """Choose sequences, make them resident and reserve their slots in the cache."""
+        everyone = sorted(sequences, key=lambda s: s.order)
+        busy = [s for s in everyone if s.busy]
+        plan = Plan()
+        # Every sequence that decodes gets its token; long prompts use what is left.
+        spare = max(1, self._max_tokens - sum(not s.work for s in busy))
+        total = 0
+        newcomers = True  # one that does not fit keeps later ones from overtaking it
+        for seq in busy:
+            if total >= self._max_tokens:
+                break
+            if not seq.started and not self._start(seq):
+                continue
+            if not (seq.feeds or seq.restoring) or (seq.work and spare <= 0):
+                continue
+            resident = seq.handle is not None
+            if not resident and not newcomers:
+                continue
+            limit = min(max(spare, 1), self._max_tokens - total)
+            count = self._admit(seq, limit, everyone, plan)
+            if count == 0:
+                newcomers = newcomers and resident
+                continue
+            plan.seqs.append(seq)
+            plan.counts.append(count)
+            total += count
+            spare -= count if count > 1 else 0
+        return plan
+
+    def _start(self, seq: Sequence) -> bool:
+        """Fork ``seq`` off its parent if that is idle; a copy that only waits takes its row now."""
+        assert seq.parent is not None
+        if seq.parent.busy:
+            return False
+        seq.start_fork()
+        if not seq.feeds:
+            self._make_resident(seq, 0)
+        return True
+
+    def _admit(self, seq: Sequence, limit: int, everyone: list[Sequence], plan: Plan) -> int:
+        """Tokens of ``seq`` to feed now, slots reserved; 0 if it has to wait or has failed."""
+        while True:
+            # A newcomer leaves a block for each lane, or it would be pushed out again at once.
+            missing = self._make_resident(seq, self._lanes if plan.seqs else 0)
+            if missing == 0:
+                count = min(seq.open_segment(self._evicts) - seq.cached, limit)
+                missing = self._reserve(seq, count)
+                if missing == 0:
+                    return count
+            if seq.handle is None and plan.seqs:
+                return 0  # nobody loses work to a newcomer while others run
+            victim = self._victim(seq, everyone, plan)
+            if victim is not None:
+                self._preempt(victim)
+                plan.preempted += 1
+                continue
+            if not plan.seqs:  # nothing else holds a block: waiting would not help
+                pool = f"the pool has {self._blocks} blocks and this sequence lacks {missing} more"
+                plan.failed.append((seq, f"out of KV blocks: {pool}; raise kv_bytes or kv_blocks"))
+            return 0
+
+    def _make_resident(self, seq: Sequence, margin: int) -> int:
+        """Give ``seq`` a row of the cache and leave ``margin`` blocks free.
+
+        Returns 0, or how many blocks are missing (1 for a row).
+        """
+        if seq.handle is not None:
+            return 0
+        if self._store.free_rows() == 0:
+            return 1
+        parent = seq.forkable_parent()
+        if parent is None or parent.handle is None:
+            seq.handle = self._store.create()
+            return 0
+        missing = self._store.blocks_to_fork(parent.handle, 1, self._evicts)
+        missing += margin - self._store.free_blocks()
+        if missing > 0:
+            return missing
+        [seq.handle] = self._store.fork(parent.handle, 1, self._evicts)
+        seq.cached, seq.next_segment = seq.fork_cached, seq.fork_segments
+        return 0
+
+    def _reserve(self, seq: Sequence, count: int) -> int:
+        """Slots for ``count`` more tokens. Returns 0, or how many blocks are missing."""
+        assert seq.handle is not None
+        missing = self._store.blocks_to_extend([seq.handle], [count]) - self._store.free_blocks()
+        if missing > 0:
+            return missing
+        self._store.extend([seq.handle], [count])
+        return 0
+
+    def _victim(self, seq: Sequence, everyone: list[Sequence], plan: Plan) -> Sequence | None:
+        """Whose cache to drop for ``seq``: the youngest that runs; an idle one only when nothing
+        runs, its own parent last. None means wait.
+        """
+        resident = [s for s in everyone if s.handle is not None and s is not seq]
+        younger = [s for s in resident if s.busy and s.order > seq.order]
+        if younger:
+            return younger[-1]
+        if plan.seqs:
+            return None
+        idle = [s for s in resident if not s.busy]
+        strangers = [s for s in idle if s is not seq.parent]
+        return (strangers or idle or [None])[-1]
+
+    def _preempt(self, victim: Sequence) -> None:
+        assert victim.handle is not None
+        self._store.release(victim.handle)
+        victim.forget_cache()

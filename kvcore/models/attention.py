@@ -1,0 +1,68 @@
+"""The attention function through which unmodified transformers decoders use the cache.
+
+A forward takes ``kv_batch=AttentionContext(...)``; transformers hands it down to every layer as a
+keyword, so nothing lives on modules or in globals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from kvcore.cache import KVCache
+from kvcore.ops import RaggedBatch
+
+ATTENTION_NAME = "kvcore"
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """The cache and the ragged batch of one forward."""
+
+    cache: KVCache
+    batch: RaggedBatch
+
+
+def kv_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    kv_batch: AttentionContext | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Append this layer's keys and values to the cache, then attend over it.
+
+    Args:
+        query: [1, q_heads, tokens, head_dim] of a flattened ragged batch, after RoPE.
+        key, value: [1, kv_heads, tokens, head_dim].
+    Returns:
+        ([1, tokens, q_heads, head_dim], None).
+    """
+    if kv_batch is None:
+        raise ValueError("kv_batch: a model bound to kvcore runs only through kvcore.Engine")
+    out = kv_batch.cache.update_and_attend(
+        module.layer_idx,  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        kv_batch.batch,
+        scaling,
+    )
+    return out[None], None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Causality is the cache's business; without this transformers would build a mask."""
+
+
+def register_attention() -> None:
+    """Make ``model.set_attn_implementation("kvcore")`` known to transformers."""
+    AttentionInterface.register(ATTENTION_NAME, kv_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

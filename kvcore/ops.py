@@ -1,0 +1,162 @@
+"""The operations of the core on torch tensors: outputs and scratch are allocated here, never in
+csrc.
+
+Each function is a thin call into the extension; contracts (shapes, laws) stand in ``csrc/ops/*.h``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcore.native import _C
+
+BLOCK_SLOTS = 16
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """Which tokens of a flattened batch belong to which row of the cache.
+
+    Attributes:
+        rows: i32 [seqs], rows of the cache tensors.
+        cu_tokens: i32 [seqs + 1], token offsets.
+        positions: i64 [tokens], position of each token in its sequence (RoPE).
+    """
+
+    rows: Tensor
+    cu_tokens: Tensor
+    positions: Tensor
+
+
+def append_kv(
+    store: _C.KvStore,
+    layer: int,
+    key: Tensor,
+    value: Tensor,
+    query: Tensor | None,
+    batch: RaggedBatch,
+) -> None:
+    """Write keys and values [tokens, kv_heads, head_dim] into the newest slots of one layer."""
+    _C.append_kv(store, layer, key, value, query, batch.rows, batch.cu_tokens)
+
+
+def attend(
+    store: _C.KvStore,
+    layer: int,
+    query: Tensor,
+    batch: RaggedBatch,
+    scale: float,
+    scratch: Tensor,
+) -> Tensor:
+    """Causal attention of ``query`` [tokens, q_heads, head_dim] over the cache; same shape out."""
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _C.attend(store, layer, query, out, None, scratch, batch.rows, batch.cu_tokens, scale)
+    return out
+
+
+def attend_scratch(store: _C.KvStore, q_heads: int) -> Tensor:
+    """u8 scratch that ``attend`` needs; may be used for every layer and step."""
+    return torch.empty(_C.attend_scratch_bytes(store, q_heads), dtype=torch.uint8)
+
+
+def score_rkv(
+    store: _C.KvStore,
+    rows: Tensor,
+    lanes: tuple[int, int],
+    slots: int,
+    *,
+    protect: int,
+    kernel: int,
+    mix: float,
+    threshold: float,
+) -> Tensor:
+    """R-KV score of every live slot, f32 [seqs, layers, kv_heads, slots]; higher is kept.
+
+    Args:
+        rows: i32 [seqs].
+        lanes: (layers, kv_heads).
+        slots: at least the longest lane of these rows.
+    Raises:
+        ValueError: a key or query is not finite; the message names row, layer and head.
+    Source: R-KV (arXiv 2505.24133); csrc/ops/score_rkv.h.
+    """
+    score = torch.empty((len(rows), *lanes, slots), dtype=torch.float32)
+    scratch = torch.empty(_C.score_rkv_scratch_bytes(store, slots), dtype=torch.uint8)
+    _C.score_rkv(store, rows, score, scratch, protect, kernel, mix, threshold)
+    return score
+
+
+def score_random(
+    store: _C.KvStore, rows: Tensor, lanes: tuple[int, int], slots: int, *, seed: int, protect: int
+) -> Tensor:
+    """Uniform scores that depend on (seed, layer, head, position) only; shape as score_rkv."""
+    score = torch.empty((len(rows), *lanes, slots), dtype=torch.float32)
+    _C.score_random(store, rows, score, seed, protect)
+    return score
+
+
+def select_slots(
+    store: _C.KvStore, rows: Tensor, score: Tensor, keep: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Slots to drop so that ``keep`` [seqs, layers, kv_heads] (i32) remain in each lane.
+
+    Returns:
+        (drop i32 [seqs, layers, kv_heads, slots], drop_count i32 [seqs, layers, kv_heads]).
+    """
+    drop = torch.empty(score.shape, dtype=torch.int32)
+    drop_count = torch.empty(score.shape[:3], dtype=torch.int32)
+    _C.select_slots(store, rows, score, keep, drop, drop_count)
+    return drop, drop_count
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Tokens drawn: i64 [rows] (-1: no finite distribution), entropy and logprob f32 [rows],
+    nats.
+    """
+
+    token: Tensor
+    entropy: Tensor
+    logprob: Tensor
+
+
+def sample_tokens(
+    logits: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    rng_key: Tensor,
+    rng_counter: Tensor,
+    vocab: int,
+) -> Samples:
+    """Draw one token per row of ``logits`` [rows, columns] and measure the raw distribution.
+
+    Args:
+        temperature, top_p: f32 [rows]; top_k: i32 [rows], 0 = off.
+        rng_key, rng_counter: i64 [rows]; the draw is a pure function of both.
+        vocab: ids at or above are never sampled nor counted in the entropy.
+    Source: csrc/ops/sample_tokens.h.
+    """
+    rows, columns = logits.shape
+    token = torch.empty(rows, dtype=torch.int64)
+    entropy = torch.empty(rows, dtype=torch.float32)
+    logprob = torch.empty(rows, dtype=torch.float32)
+    scratch = torch.empty(_C.sample_tokens_scratch_bytes(columns), dtype=torch.uint8)
+    _C.sample_tokens(
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        rng_key,
+        rng_counter,
+        token,
+        entropy,
+        logprob,
+        scratch,
+        vocab,
+    )
+    return Samples(token, entropy, logprob)

@@ -1,0 +1,6 @@
+"""Eviction policies: what a lane keeps when it reaches its limit."""
+
+from kvcore.policies.base import Policy, evict
+from kvcore.policies.registry import available, make_policy
+
+__all__ = ["Policy", "available", "evict", "make_policy"]

@@ -1,0 +1,70 @@
+"""What an eviction policy is, and the eviction that all of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvcore import ops
+from kvcore.cache import KVCache
+from kvcore.config import EvictionConfig
+
+
+class Policy(ABC):
+    """Scores cached slots; selection, eviction and freeing are common code (``evict``).
+
+    Attributes:
+        name: as given to ``EvictionConfig.policy``.
+        observes: whether it reads the query ring; the cache then keeps ``config.window`` queries.
+    """
+
+    name: ClassVar[str]
+    observes: ClassVar[bool] = False
+
+    def __init__(self, config: EvictionConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
+        """Score every live slot of these sequences; higher is kept.
+
+        Returns:
+            f32 [seqs, layers, kv_heads, slots]: +inf for the ``protect`` newest slots, -inf past a
+            lane's end. slots is at least the longest lane.
+        Raises:
+            ValueError: the cache holds keys that are not finite.
+        """
+
+
+def evict(policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]) -> int:
+    """Drop the lowest scored slots of each lane so that ``budget`` scored and ``protect`` newest
+    stay.
+
+    Args:
+        seqs: store handles. Lanes already within their limit lose nothing.
+        prompt_lens: tokens of each sequence's prompt; with ``protect_prompt`` those still cached
+            are kept besides.
+    Returns:
+        Slots dropped, summed over lanes.
+    Raises:
+        ValueError: from ``Policy.score``; nothing has changed.
+        OutOfBlocks: shared blocks could not be copied; nothing has changed.
+    """
+    config = policy.config
+    assert config.budget is not None
+    score = policy.score(cache, seqs)
+    keep = torch.full(score.shape[:3], config.budget + config.protect, dtype=torch.int32)
+    if config.protect_prompt:
+        position = cache.positions(seqs)
+        ends = torch.tensor(list(prompt_lens), dtype=torch.int32).view(-1, 1, 1, 1)
+        prompt = (position >= 0) & (position < ends)
+        width = position.shape[-1]
+        score[..., :width].masked_fill_(prompt, torch.inf)
+        keep += prompt.sum(-1, dtype=torch.int32)
+    rows = cache.rows(seqs)
+    drop, drop_count = ops.select_slots(cache.store, rows, score, keep)
+    return cache.store.evict(seqs, drop, drop_count)

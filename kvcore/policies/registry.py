@@ -1,0 +1,29 @@
+"""Names of policies."""
+
+from __future__ import annotations
+
+from kvcore.config import EvictionConfig
+from kvcore.policies.base import Policy
+from kvcore.policies.random import RandomPolicy
+from kvcore.policies.rkv import RKV
+
+_POLICIES: tuple[type[Policy], ...] = (RKV, RandomPolicy)
+
+
+def available() -> tuple[str, ...]:
+    """Names that ``EvictionConfig.policy`` takes; "full" keeps everything."""
+    return ("full", *(p.name for p in _POLICIES))
+
+
+def make_policy(config: EvictionConfig) -> Policy | None:
+    """The policy that ``config`` names; None for "full".
+
+    Raises:
+        ValueError: no policy has that name.
+    """
+    if not config.evicts:
+        return None
+    for policy in _POLICIES:
+        if policy.name == config.policy:
+            return policy(config)
+    raise ValueError(f"policy: expected one of {', '.join(available())}, got {config.policy!r}")

@@ -1,0 +1,30 @@
+"""R-KV: attention from the last queries against redundancy among keys (arXiv 2505.24133)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvcore import ops
+from kvcore.cache import KVCache
+from kvcore.policies.base import Policy
+
+
+class RKV(Policy):
+    """Exact R-KV as released, in float and per lane, with neighbours taken by position."""
+
+    name = "rkv"
+    observes = True
+
+    def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
+        return ops.score_rkv(
+            cache.store,
+            cache.rows(seqs),
+            (cache.shape.layers, cache.shape.kv_heads),
+            cache.longest_lane(seqs),
+            protect=self.config.protect,
+            kernel=self.config.kernel,
+            mix=self.config.mix,
+            threshold=self.config.threshold,
+        )
