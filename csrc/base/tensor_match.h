@@ -97,7 +97,7 @@ class MatchTensor {
     for (size_t i = 0; i < dims_.size(); ++i) {
       s += (i ? ", " : "") + dims_[i];
       try {
-        s += "=" + std::to_string(dims[dims_[i]]);
+        s.append("=").append(std::to_string(dims[dims_[i]]));
       } catch (const InternalError&) {  // not bound yet: the bare name says enough
       }
     }

@@ -1,0 +1,58 @@
+#include "detect/step_text.h"
+
+#include <algorithm>
+
+namespace kvcore {
+namespace {
+
+// White space beyond ASCII, in UTF-8.
+constexpr std::string_view kWideBlanks[] = {"\u0085", "\u00a0", "\u1680", "\u2000", "\u2001",
+                                            "\u2002", "\u2003", "\u2004", "\u2005", "\u2006",
+                                            "\u2007", "\u2008", "\u2009", "\u200a", "\u2028",
+                                            "\u2029", "\u202f", "\u205f", "\u3000"};
+
+constexpr int64_t kNotBlank = 0;
+constexpr int64_t kIncomplete = -1;
+
+// Length of the white-space character that `text` starts with, kNotBlank, or kIncomplete if the
+// text ends inside of what may become one. REQUIRES: text is not empty.
+int64_t BlankLength(std::string_view text) {
+  const unsigned char first = static_cast<unsigned char>(text[0]);
+  if (first < 0x80) {
+    const bool blank =
+        first == ' ' || (first >= 0x09 && first <= 0x0d) || (first >= 0x1c && first <= 0x1f);
+    return blank ? 1 : kNotBlank;
+  }
+  for (std::string_view blank : kWideBlanks) {
+    const std::string_view head = text.substr(0, blank.size());
+    if (head == blank) return static_cast<int64_t>(blank.size());
+    if (head == blank.substr(0, head.size())) return kIncomplete;
+  }
+  return kNotBlank;
+}
+
+}  // namespace
+
+void StepText::SkipBlank() {
+  while (!has_content_ && blank_end_ < size()) {
+    const int64_t length = BlankLength(std::string_view(bytes_).substr(blank_end_));
+    if (length == kIncomplete) return;
+    has_content_ = length == kNotBlank;
+    blank_end_ += length;
+  }
+}
+
+bool StepText::Append(std::string_view bytes) {
+  const int64_t old_size = size();
+  bytes_ += bytes;
+  if (step_end_ != kOpen) return false;
+  SkipBlank();
+  if (!has_content_) return false;
+  // The delimiter may begin with the last byte of the token before.
+  const size_t found = bytes_.find("\n\n", std::max(blank_end_, old_size - 1));
+  if (found == std::string::npos) return false;
+  step_end_ = static_cast<int64_t>(found) + 2;
+  return true;
+}
+
+}  // namespace kvcore
