@@ -1,0 +1,84 @@
+// A store with owned tensors, and what it must hold kept in the stupidest way: per sequence and
+// lane a plain list of tokens. Every change goes to the store first; when that throws, the model
+// stays as it was.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "store/batch_plan.h"
+#include "store/kv_store.h"
+#include "support/lane_fixture.h"
+
+namespace kvcore {
+
+struct StoreShape {
+  int64_t rows = 4, layers = 2, kv_heads = 2, q_heads = 4;
+  int64_t head_dim = 8, max_blocks = 6, blocks = 64;
+  int64_t window = 4;  // query ring; 0 = none
+};
+
+// Float32. Keys, values, ring NaN, lengths garbage and table entries huge until a store writes
+// them.
+class StoreTensors {
+ public:
+  explicit StoreTensors(const StoreShape& shape);
+  KvCacheView view() const;               // points into this object
+  std::vector<uint8_t> Snapshot() const;  // all bytes of all tensors
+
+  OwnedTensor key_blocks, value_blocks, position, block_table, lane_len, seq_len, query_ring;
+
+ private:
+  int64_t head_dim_;
+};
+
+// Slots to drop, [sequence][lane][k] with lane = layer * kv_heads + head.
+using DropLists = std::vector<std::vector<std::vector<int32_t>>>;
+
+class ModelledStore {
+ public:
+  struct Token {
+    int32_t position;
+    uint32_t stamp;  // stands for the token's keys, values and queries in every lane
+    bool operator==(const Token&) const = default;
+  };
+  struct Sequence {
+    int64_t seq_len = 0;
+    int64_t undoable = 0;  // tokens since the last eviction: what Truncate may take
+    std::vector<std::vector<Token>> lanes;
+    std::vector<uint32_t> ring;  // stamp of the query in each place; 0 = never written
+  };
+
+  explicit ModelledStore(const StoreShape& shape);
+
+  SeqId Create();
+  void Release(SeqId seq);
+  // Extend, then append_kv of new tokens in every layer.
+  void Append(const std::vector<SeqId>& seqs, const std::vector<int64_t>& counts);
+  void Truncate(SeqId seq, int64_t count);
+  std::vector<SeqId> Fork(SeqId parent, int64_t count, bool copy);
+  void Adopt(SeqId parent, SeqId child);
+  int64_t Evict(const std::vector<SeqId>& seqs, const DropLists& lists);
+
+  // "" when the store's tensors hold exactly what the model says, else the first difference.
+  std::string Difference(SeqId seq) const;
+  std::string Difference() const;  // all sequences and the number of them
+
+  const StoreShape& shape() const { return shape_; }
+  int64_t num_lanes() const { return shape_.layers * shape_.kv_heads; }
+  const std::map<SeqId, Sequence>& sequences() const { return sequences_; }
+
+  StoreTensors tensors;
+  KvStore store;
+
+ private:
+  const OpTable& ops_;
+  StoreShape shape_;
+  std::map<SeqId, Sequence> sequences_;
+  uint32_t next_stamp_ = 1;
+  std::vector<float> key_, value_, query_;  // inputs of append_kv
+};
+
+}  // namespace kvcore

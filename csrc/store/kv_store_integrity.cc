@@ -1,0 +1,43 @@
+#include "base/check.h"
+#include "store/kv_store.h"
+
+namespace kvcore {
+
+void KvStore::CheckIntegrity() const {
+  std::vector<int32_t> references(pool_.num_blocks(), 0);
+  std::vector<uint8_t> used(view_.num_rows(), 0);
+  for (const auto& [seq, row] : row_of_) {
+    KV_ICHECK(row >= 0 && row < view_.num_rows() && !used[row])
+        << "sequence " << seq << " has row " << row << ", out of range or taken";
+    used[row] = 1;
+    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+      const int64_t len = LaneLen(row, lane);
+      KV_ICHECK(len >= 0 && len <= RowSeqLen(row) && BlocksFor(len) <= view_.max_blocks())
+          << "lane " << lane << " of sequence " << seq << " has length " << len << " of "
+          << RowSeqLen(row) << " tokens and room for " << view_.max_blocks() << " blocks";
+      const int32_t* table = Table(row, lane);
+      for (int64_t b = 0; b < BlocksFor(len); ++b) {
+        KV_ICHECK(table[b] >= 0 && table[b] < pool_.num_blocks())
+            << "lane " << lane << " of sequence " << seq << ": entry " << b << " is " << table[b];
+        ++references[table[b]];
+      }
+      KV_ICHECK(len % kBlockSlots == 0 || open_may_be_shared_[row] ||
+                pool_.ref_count(table[len / kBlockSlots]) == 1)
+          << "lane " << lane << " of sequence " << seq << " has a shared open block";
+    }
+  }
+  for (const int64_t row : free_rows_) {
+    KV_ICHECK(row >= 0 && row < view_.num_rows() && !used[row])
+        << "free row " << row << " is out of range or taken";
+    used[row] = 1;
+    KV_ICHECK(RowSeqLen(row) == 0) << "free row " << row << " has tokens";
+    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+      KV_ICHECK(LaneLen(row, lane) == 0) << "free row " << row << " has slots in lane " << lane;
+    }
+  }
+  KV_ICHECK(NumSequences() + FreeRows() == view_.num_rows())
+      << NumSequences() << " sequences and " << FreeRows() << " free rows of " << view_.num_rows();
+  pool_.CheckIntegrity(references);
+}
+
+}  // namespace kvcore
