@@ -44,6 +44,7 @@ class Engine:
         config = config or EngineConfig()
         self.model = model
         self.eviction = eviction or EvictionConfig()
+        self.detector = detector
         self.stats = EngineStats()
         self.context_len = config.context_len or model.context_len
         if self.context_len > model.context_len:

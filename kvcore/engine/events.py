@@ -113,4 +113,3 @@ class EngineStats:
     total_seconds: float = 0.0
     kv_bytes_peak: int = 0  # blocks in use, at most
     kv_bytes_peak_seq: int = 0  # largest footprint of a single sequence, bytes
-    kv_bytes_full_seq: int = 0  # what the longest sequence would hold without eviction, bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -177,7 +178,7 @@ def load_model(
     chosen = _resolve_dtype(dtype, config)
     tokenizer = _open_tokenizer(folder, argument)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=chosen,
@@ -185,6 +186,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # refused below, by name
             trust_remote_code=False,
         )
+        model, info = loaded
     except Exception as error:  # safetensors, OS and shape errors: all mean damaged files
         raise ValueError(f"{argument}: cannot load weights from {str(path)!r}: {error}") from error
     if info["missing_keys"]:

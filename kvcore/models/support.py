@@ -43,8 +43,8 @@ def check_supported(config: PretrainedConfig) -> None:
         if get("kv_cache_scheme"):
             refuse("a quantised (fp8) KV cache (kv_cache_scheme) is not supported")
         refuse(f"quantised weights ({get('quant_method')}) are not supported; use bf16 or fp32")
-    rope = getattr(config, "rope_parameters", None)
-    if not rope or "rope_theta" not in rope:
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in rope:
         refuse("its configuration has no rope_parameters.rope_theta (transformers 5 form)")
     kind = rope.get("rope_type", "default")
     if kind in _LENGTH_DEPENDENT_ROPE:

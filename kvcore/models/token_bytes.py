@@ -70,5 +70,5 @@ def token_byte_list(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         elif "Metaspace" in kinds or "ByteFallback" in kinds:
             out[token_id] = piece.replace("\u2581", " ").encode()
         else:
-            out[token_id] = tokenizer.decode([token_id], skip_special_tokens=True).encode()
+            out[token_id] = str(tokenizer.decode([token_id], skip_special_tokens=True)).encode()
     return out

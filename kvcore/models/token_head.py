@@ -81,4 +81,5 @@ def load_token_head_model(
 
 def _rebuild_rope(trunk: nn.Module, config: PretrainedConfig) -> None:
     """RoPE frequencies are buffers that no checkpoint stores: compute them off the meta device."""
-    trunk.rotary_emb = type(trunk.rotary_emb)(config=config)  # type: ignore[operator]
+    rotary: Any = trunk.rotary_emb
+    trunk.rotary_emb = type(rotary)(config=config)
