@@ -1,0 +1,155 @@
+// The operations for Python. Contracts: ops/<op>.h; this file only carries arguments.
+#include <cstdint>
+
+#include "base/parallel.h"
+#include "base/rng.h"
+#include "bindings/bindings.h"
+#include "bindings/tensor_caster.h"
+#include "ops/op_table.h"
+#include "ops/score_random.h"
+
+namespace py = pybind11;
+
+namespace kvcore {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+const OpTable& OpsOf(const BoundStore& s) { return GetOps(s.store.view().key_blocks.device); }
+
+void AppendKv(const BoundStore& s, int64_t layer, const TensorArg<"key">& key,
+              const TensorArg<"value">& value, const OptionalTensorArg<"query">& query,
+              const TensorArg<"rows">& rows, const TensorArg<"cu_tokens">& cu_tokens,
+              Stream stream) {
+  AppendKvParams p;
+  p.key = key;
+  p.value = value;
+  p.query = query;
+  p.batch = {rows, cu_tokens};
+  p.layer = layer;
+  OpsOf(s).append_kv(s.store.view(), p, stream);
+}
+
+void Attend(const BoundStore& s, int64_t layer, const TensorArg<"query">& query,
+            const TensorArg<"out">& out, const OptionalTensorArg<"lse">& lse,
+            const TensorArg<"scratch">& scratch, const TensorArg<"rows">& rows,
+            const TensorArg<"cu_tokens">& cu_tokens, float scale, Stream stream) {
+  AttendParams p;
+  p.query = query;
+  p.out = out;
+  p.lse = lse;
+  p.scratch = scratch;
+  p.batch = {rows, cu_tokens};
+  p.layer = layer;
+  p.scale = scale;
+  OpsOf(s).attend(s.store.view(), p, stream);
+}
+
+void ScoreRkv(const BoundStore& s, const TensorArg<"rows">& rows, const TensorArg<"score">& score,
+              const TensorArg<"scratch">& scratch, int64_t protect, int64_t kernel, float mix,
+              float threshold, Stream stream) {
+  ScoreRkvParams p;
+  p.rows = rows;
+  p.score = score;
+  p.scratch = scratch;
+  p.protect = protect;
+  p.kernel = kernel;
+  p.mix = mix;
+  p.threshold = threshold;
+  OpsOf(s).score_rkv(s.store.view(), p, stream);
+}
+
+void ScoreRandom(const BoundStore& s, const TensorArg<"rows">& rows,
+                 const TensorArg<"score">& score, uint64_t seed, int64_t protect, Stream stream) {
+  ScoreRandomParams p;
+  p.rows = rows;
+  p.score = score;
+  p.seed = seed;
+  p.protect = protect;
+  OpsOf(s).score_random(s.store.view(), p, stream);
+}
+
+void SelectSlots(const BoundStore& s, const TensorArg<"rows">& rows,
+                 const TensorArg<"score">& score, const TensorArg<"keep">& keep,
+                 const TensorArg<"drop">& drop, const TensorArg<"drop_count">& drop_count,
+                 Stream stream) {
+  SelectSlotsParams p;
+  p.rows = rows;
+  p.score = score;
+  p.keep = keep;
+  p.drop = drop;
+  p.drop_count = drop_count;
+  OpsOf(s).select_slots(s.store.view(), p, stream);
+}
+
+void CopyBlocks(const BoundStore& s, const TensorArg<"src">& src, const TensorArg<"dst">& dst,
+                Stream stream) {
+  CopyBlocksParams p;
+  p.src = src;
+  p.dst = dst;
+  OpsOf(s).copy_blocks(s.store.view(), p, stream);
+}
+
+void SampleTokens(const TensorArg<"logits">& logits, const TensorArg<"temperature">& temperature,
+                  const TensorArg<"top_k">& top_k, const TensorArg<"top_p">& top_p,
+                  const TensorArg<"rng_key">& rng_key, const TensorArg<"rng_counter">& rng_counter,
+                  const TensorArg<"token">& token, const TensorArg<"entropy">& entropy,
+                  const TensorArg<"logprob">& logprob, const TensorArg<"scratch">& scratch,
+                  int64_t vocab, Stream stream) {
+  SampleTokensParams p;
+  p.logits = logits;
+  p.temperature = temperature;
+  p.top_k = top_k;
+  p.top_p = top_p;
+  p.rng_key = rng_key;
+  p.rng_counter = rng_counter;
+  p.token = token;
+  p.entropy = entropy;
+  p.logprob = logprob;
+  p.scratch = scratch;
+  p.vocab = vocab;
+  GetOps(logits.device).sample_tokens(p, stream);
+}
+
+}  // namespace
+
+void BindOps(py::module_& m) {
+  m.def("append_kv", &AppendKv, py::arg("store"), py::arg("layer"), py::arg("key"),
+        py::arg("value"), py::arg("query"), py::arg("rows"), py::arg("cu_tokens"),
+        py::arg("stream") = 0, NoGil());
+  m.def("attend", &Attend, py::arg("store"), py::arg("layer"), py::arg("query"), py::arg("out"),
+        py::arg("lse"), py::arg("scratch"), py::arg("rows"), py::arg("cu_tokens"), py::arg("scale"),
+        py::arg("stream") = 0, NoGil());
+  m.def(
+      "attend_scratch_bytes",
+      [](const BoundStore& s, int64_t q_heads) {
+        return AttendScratchBytes(s.store.view(), q_heads, NumThreads());
+      },
+      py::arg("store"), py::arg("q_heads"));
+  m.def("score_rkv", &ScoreRkv, py::arg("store"), py::arg("rows"), py::arg("score"),
+        py::arg("scratch"), py::arg("protect"), py::arg("kernel"), py::arg("mix"),
+        py::arg("threshold"), py::arg("stream") = 0, NoGil());
+  m.def(
+      "score_rkv_scratch_bytes",
+      [](const BoundStore& s, int64_t max_slots) {
+        return ScoreRkvScratchBytes(s.store.view(), max_slots, NumThreads());
+      },
+      py::arg("store"), py::arg("max_slots"));
+  m.def("score_random", &ScoreRandom, py::arg("store"), py::arg("rows"), py::arg("score"),
+        py::arg("seed"), py::arg("protect"), py::arg("stream") = 0, NoGil());
+  m.def("select_slots", &SelectSlots, py::arg("store"), py::arg("rows"), py::arg("score"),
+        py::arg("keep"), py::arg("drop"), py::arg("drop_count"), py::arg("stream") = 0, NoGil());
+  m.def("copy_blocks", &CopyBlocks, py::arg("store"), py::arg("src"), py::arg("dst"),
+        py::arg("stream") = 0, NoGil());
+  m.def("sample_tokens", &SampleTokens, py::arg("logits"), py::arg("temperature"), py::arg("top_k"),
+        py::arg("top_p"), py::arg("rng_key"), py::arg("rng_counter"), py::arg("token"),
+        py::arg("entropy"), py::arg("logprob"), py::arg("scratch"), py::arg("vocab"),
+        py::arg("stream") = 0, NoGil());
+  m.def(
+      "sample_tokens_scratch_bytes",
+      [](int64_t columns) { return SampleTokensScratchBytes(columns, NumThreads()); },
+      py::arg("columns"));
+  m.def("hash_key", &HashKey, py::arg("key"), py::arg("word"));
+}
+
+}  // namespace kvcore

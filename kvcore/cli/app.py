@@ -1,0 +1,273 @@
+"""Commands and their flags. torch and transformers are imported inside commands only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvcore import __version__
+from kvcore.cli.errors import UsageError, bad_value_is, run_command
+from kvcore.cli.settings import (
+    Job,
+    at_least,
+    engine_config,
+    eviction_config,
+    model_directory,
+    one_of,
+    output_path,
+    parse_scorer,
+    read_questions,
+)
+from kvcore.config import (
+    DetectorConfig,
+    EngineConfig,
+    EvictionConfig,
+    SamplingParams,
+    SearchConfig,
+)
+
+_SAMPLING = SamplingParams()
+_DETECTOR = DetectorConfig()
+_SEARCH = SearchConfig()
+_ENGINE = EngineConfig()
+_EVICTION = EvictionConfig()
+
+app = typer.Typer(
+    name="kvcore",
+    help="Reasoning models with a KV cache of fixed size, without losing their accuracy.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvcore {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Say what this installation can do on this machine."""
+
+    def show() -> None:
+        from kvcore.doctor import render
+
+        typer.echo(render())
+
+    run_command(show, debug=debug)
+
+
+@app.command()
+def solve(
+    base: Annotated[
+        Path,
+        typer.Option(metavar="DIR", help="Base model; its cache is evicted."),
+    ],
+    helper: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Small model with a full cache that also proposes steps (KV-Rescue). "
+            "Without it: best-of-N.",
+        ),
+    ] = None,
+    scorer: Annotated[
+        str,
+        typer.Option(
+            metavar="loglik|random|prm:DIR|DIR",
+            help="What chooses among candidate steps; a directory is a process reward model.",
+        ),
+    ] = "loglik",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="bfloat16|float32", help="Of all models; the checkpoint's own if not given."
+        ),
+    ] = None,
+    question: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="A question; may be repeated."),
+    ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="Questions from the field 'question' (or 'problem') of each line.",
+        ),
+    ] = None,
+    system_prompt: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Replaces the default, which asks for a boxed answer."),
+    ] = None,
+    evict: Annotated[
+        str | None,
+        typer.Option(
+            metavar="rkv|random|full", help="Policy; rkv if --budget is given, else full."
+        ),
+    ] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(help="Scored entries kept per lane."),
+    ] = None,
+    protect: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Newest entries kept besides, never scored (default {_EVICTION.protect})."
+        ),
+    ] = None,
+    headroom: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Eviction fires at budget + headroom entries (default {_EVICTION.headroom})."
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(help=f"rkv: recent queries that vote (default {_EVICTION.window})."),
+    ] = None,
+    mix: Annotated[
+        float | None,
+        typer.Option(
+            help="rkv: weight of attention in [0, 1]; redundancy gets the rest "
+            f"(default {_EVICTION.mix})."
+        ),
+    ] = None,
+    protect_prompt: Annotated[
+        bool,
+        typer.Option("--protect-prompt", help="Keep the prompt besides the budget."),
+    ] = False,
+    n: Annotated[int, typer.Option("-n", "--n", help="Base candidates per step.")] = _SEARCH.n,
+    n_helper: Annotated[
+        int | None,
+        typer.Option(help="Helper candidates per step; as many as -n if not given."),
+    ] = None,
+    max_step_tokens: Annotated[
+        int, typer.Option(help="Longest step in tokens.")
+    ] = _SAMPLING.max_new_tokens,
+    max_steps: Annotated[int, typer.Option(help="Most steps of a solution.")] = _SEARCH.max_steps,
+    max_tokens: Annotated[
+        int,
+        typer.Option(help="Context in tokens, prompt included, at which a solution ends."),
+    ] = _SEARCH.max_tokens,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = _SAMPLING.temperature,
+    top_p: Annotated[float, typer.Option(help="In (0, 1]; 1 is off.")] = _SAMPLING.top_p,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = _SAMPLING.top_k,
+    seed: Annotated[int, typer.Option(help="Of every random draw of the run.")] = _SEARCH.seed,
+    detector: Annotated[
+        bool,
+        typer.Option("--detector/--no-detector", help="Early exit."),
+    ] = True,
+    entropy_threshold: Annotated[
+        float, typer.Option(help="Mean entropy in nats.")
+    ] = _DETECTOR.entropy_threshold,
+    gzip_threshold: Annotated[
+        float, typer.Option(help="Compressed over plain size.")
+    ] = _DETECTOR.gzip_threshold,
+    repetition: Annotated[
+        bool,
+        typer.Option("--repetition", help="Also end candidates whose tail repeats exactly."),
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="CPU threads; all cores if not given."),
+    ] = None,
+    kv_gb: Annotated[
+        float,
+        typer.Option(help="Keys and values of each model, at most, in GiB."),
+    ] = _ENGINE.kv_bytes / 2**30,
+    max_seqs: Annotated[
+        int,
+        typer.Option(help="Sequences of each model at once, at most."),
+    ] = _ENGINE.max_seqs,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write every event as a JSON line, as it happens."),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write the result."),
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Solve questions step by step: several candidates per step, the best one is committed.
+
+    With --helper this is KV-Rescue, without it best-of-N.
+    """
+
+    def check() -> Job:
+        with bad_value_is(UsageError):
+            sampling = SamplingParams(
+                temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_step_tokens
+            )
+            tests = DetectorConfig(
+                entropy_threshold=entropy_threshold,
+                gzip_threshold=gzip_threshold,
+                repetition=repetition,
+            )
+            search = SearchConfig(
+                n=n,
+                n_helper=n_helper,
+                sampling=sampling,
+                max_steps=max_steps,
+                max_tokens=max_tokens,
+                detector=tests if detector else None,
+                seed=seed,
+            )
+        if n_helper and helper is None:
+            raise UsageError(f"--n-helper: expected 0 without --helper, got {n_helper}")
+        return Job(
+            base=model_directory(base, "--base"),
+            helper=None if helper is None else model_directory(helper, "--helper"),
+            scorer=parse_scorer(scorer),
+            questions=read_questions(question or (), questions),
+            eviction=eviction_config(
+                evict,
+                budget=budget,
+                protect=protect,
+                headroom=headroom,
+                window=window,
+                mix=mix,
+                protect_prompt=protect_prompt or None,
+                seed=seed,
+            ),
+            search=search,
+            engine=engine_config(max_seqs=max_seqs, max_tokens=max_tokens, kv_gb=kv_gb),
+            system_prompt=system_prompt,
+            dtype=one_of(dtype, ("bfloat16", "float32", "float16"), "--dtype"),
+            threads=at_least(threads, 1, "--threads"),
+            trace=output_path(trace, "--trace"),
+            json=output_path(json_file, "--json"),
+        )
+
+    def run() -> None:
+        job = check()
+        from kvcore.cli.solve import run_job  # torch
+
+        run_job(job)
+
+    run_command(run, debug=debug)
+
+
+def main() -> None:
+    """Entry point of the ``kvcore`` script. Exit codes: 0, 1 failure, 2 usage, 130 interrupted."""
+    app()

@@ -1,0 +1,152 @@
+"""What ``kvcore solve`` was asked to do, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcore.cli.errors import UsageError, bad_value_is
+from kvcore.config import EngineConfig, EvictionConfig, SearchConfig
+from kvcore.eval.datasets import load_problems
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """``kind`` is "loglik", "random" or "prm"; ``path`` is the PRM's directory, else None."""
+
+    kind: str
+    path: Path | None = None
+
+    def __str__(self) -> str:
+        return self.kind if self.path is None else f"{self.kind}:{self.path}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of ``kvcore solve``.
+
+    Attributes:
+        system_prompt: None takes the search's own.
+        dtype: None takes each checkpoint's.
+        threads: of torch and of kvcore's kernels; None leaves both alone.
+    """
+
+    base: Path
+    helper: Path | None
+    scorer: Scorer
+    questions: tuple[str, ...]
+    eviction: EvictionConfig
+    search: SearchConfig
+    engine: EngineConfig
+    system_prompt: str | None
+    dtype: str | None
+    threads: int | None
+    trace: Path | None
+    json: Path | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings that decide the result, for a trace's header."""
+        return {
+            "base": str(self.base),
+            "helper": None if self.helper is None else str(self.helper),
+            "scorer": str(self.scorer),
+            "questions": list(self.questions),
+            "system_prompt": self.system_prompt,
+            "dtype": self.dtype,
+            "eviction": dataclasses.asdict(self.eviction),
+            "search": dataclasses.asdict(self.search),
+            "engine": dataclasses.asdict(self.engine),
+        }
+
+
+def model_directory(path: Path, flag: str) -> Path:
+    """``path`` if it looks like a checkpoint directory. Raises ``UsageError`` otherwise."""
+    if not path.is_dir():
+        what = "a file" if path.exists() else "nothing there"
+        raise UsageError(f"{flag}: expected a model directory, got {str(path)!r} ({what})")
+    if not (path / "config.json").is_file():
+        raise UsageError(f"{flag}: expected a model directory, got {str(path)!r} (no config.json)")
+    return path
+
+
+def parse_scorer(text: str) -> Scorer:
+    """``loglik``, ``random``, ``prm:DIR``, or the directory of a process reward model."""
+    if text in ("loglik", "random"):
+        return Scorer(text)
+    kind, separator, path = text.partition(":")
+    if separator and kind == "prm":
+        return Scorer("prm", model_directory(Path(path), "--scorer"))
+    if not Path(text).exists():
+        raise UsageError(
+            f"--scorer: expected loglik, random, prm:DIR or a model directory, got {text!r}"
+        )
+    return Scorer("prm", model_directory(Path(text), "--scorer"))
+
+
+def eviction_config(evict: str | None, **fields: Any) -> EvictionConfig:
+    """Settings of the base model's eviction.
+
+    Args:
+        evict: policy; None means "rkv" when a budget is given, else "full".
+        fields: of ``EvictionConfig``; None takes its default.
+    """
+    if evict is None:
+        evict = "full" if fields.get("budget") is None else "rkv"
+    given = {name: value for name, value in fields.items() if value is not None}
+    if evict == "full" and given.keys() - {"budget", "seed"}:
+        name = min(given.keys() - {"budget", "seed"})
+        flag = "--" + name.replace("_", "-")
+        raise UsageError(f"{flag}: expected only with a policy that evicts, got --evict full")
+    with bad_value_is(UsageError):
+        return EvictionConfig(policy=evict, **given)
+
+
+def read_questions(questions: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """The questions of ``--question`` (repeated) or of the JSONL file of ``--questions``."""
+    if questions and file is not None:
+        raise UsageError("--questions: expected either --question or --questions, got both")
+    if file is not None:
+        with bad_value_is(UsageError):
+            return tuple(problem.question for problem in load_problems(file))
+    if not questions:
+        raise UsageError("--question: expected a question (or --questions FILE), got none")
+    for question in questions:
+        if not question.strip():
+            raise UsageError(f"--question: expected some text, got {question!r}")
+    return tuple(questions)
+
+
+def output_path(path: Path | None, flag: str) -> Path | None:
+    """``path`` if a file can be made there. Raises ``UsageError``; creates nothing."""
+    if path is not None and path.is_dir():
+        raise UsageError(f"{flag}: expected a file, got the directory {str(path)!r}")
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"{flag}: expected an existing folder, got {str(path.parent)!r}")
+    return path
+
+
+def engine_config(*, max_seqs: int, max_tokens: int, kv_gb: float) -> EngineConfig:
+    """Size of each engine. ``kv_gb`` is in GiB."""
+    if not 0 < kv_gb < 2**30:  # also false for NaN
+        raise UsageError(f"--kv-gb: expected a number > 0, got {kv_gb}")
+    with bad_value_is(UsageError):
+        return EngineConfig(
+            max_seqs=max_seqs, context_len=max_tokens, kv_bytes=max(1, int(kv_gb * 2**30))
+        )
+
+
+def one_of(value: str | None, names: Sequence[str], flag: str) -> str | None:
+    """``value``, which must be one of ``names`` or None. Raises ``UsageError``."""
+    if value is not None and value not in names:
+        raise UsageError(f"{flag}: expected one of {', '.join(names)}, got {value!r}")
+    return value
+
+
+def at_least(value: int | None, low: int, flag: str) -> int | None:
+    """``value``, which must be at least ``low`` or None. Raises ``UsageError``."""
+    if value is not None and value < low:
+        raise UsageError(f"{flag}: expected an integer >= {low}, got {value}")
+    return value

@@ -1,0 +1,177 @@
+"""Runs a job: load, search, show, write."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import transformers
+from rich.console import Console
+
+from kvcore import __version__
+from kvcore.cli.errors import Failure, UsageError, bad_value_is, in_flags
+from kvcore.cli.report import eviction_notice, summary_rows, write_json
+from kvcore.cli.screen import Screen
+from kvcore.cli.settings import Job
+from kvcore.config import EngineConfig
+from kvcore.engine import Engine
+from kvcore.models import LoadedModel, load_model, load_prm
+from kvcore.native import _C
+from kvcore.policies import available
+from kvcore.search import DEFAULT_SYSTEM_PROMPT, ProblemEnded, Search, TraceEvent
+from kvcore.search.scorers import (
+    EngineScorer,
+    LoglikScorer,
+    PrmScorer,
+    RandomScorer,
+    Scorer,
+)
+from kvcore.view.trace import TraceError, TraceWriter
+
+
+def run_job(job: Job) -> None:
+    """Solves the job's questions.
+
+    Raises:
+        UsageError: no such policy.
+        Failure: a model is refused, or some question failed.
+        OSError: the trace or the result cannot be written; what was written is kept.
+        KeyboardInterrupt: interrupted.
+    After an interruption or a failed trace, what there was is shown and written before it raises.
+    """
+    if job.eviction.policy not in available():
+        names = ", ".join(available())
+        raise UsageError(f"--evict: expected one of {names}, got {job.eviction.policy!r}")
+    console = Console(highlight=False)
+    with contextlib.ExitStack() as stack:
+        trace = None
+        if job.trace is not None:
+            writer = TraceWriter(job.trace, settings=job.as_json(), version=__version__)
+            trace = stack.enter_context(writer)
+        _search(job, _load(job, console), console, trace)
+
+
+@dataclass(frozen=True)
+class _Models:
+    base: Engine
+    helper: Engine | None
+    scorer: Scorer | EngineScorer
+
+
+def _load(job: Job, console: Console) -> _Models:
+    if job.threads is not None:
+        torch.set_num_threads(job.threads)
+        _C.set_num_threads(job.threads)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    with bad_value_is(Failure):
+        with _loading(console, f"base {job.base}"):
+            model = load_model(job.base, dtype=job.dtype, argument="base")
+            base = Engine(
+                model,
+                _engine_config(job, model),
+                eviction=job.eviction,
+                detector=job.search.detector,
+            )
+        if job.search.max_tokens > model.context_len:
+            console.print(
+                f"note: the base model's context ends at {model.context_len} tokens", markup=False
+            )
+        helper = None
+        if job.helper is not None:
+            with _loading(console, f"helper {job.helper}"):
+                small = load_model(job.helper, dtype=job.dtype, argument="helper")
+                helper = Engine(small, _engine_config(job, small))
+        return _Models(base, helper, _scorer(job, base, helper, console))
+
+
+def _scorer(
+    job: Job, base: Engine, helper: Engine | None, console: Console
+) -> Scorer | EngineScorer:
+    if job.scorer.kind == "random":
+        return RandomScorer(job.search.seed)
+    if job.scorer.path is not None:
+        with _loading(console, f"scorer {job.scorer.path}"):
+            model = load_prm(job.scorer.path, dtype=job.dtype, argument="scorer")
+            return PrmScorer(Engine(model, _engine_config(job, model)))
+    prompt = DEFAULT_SYSTEM_PROMPT if job.system_prompt is None else job.system_prompt
+    if helper is not None:
+        return LoglikScorer(system_prompt=prompt)
+    if not base.eviction.evicts:
+        return LoglikScorer(base, system_prompt=prompt)
+    # Likelihoods from an evicted cache would judge by what was forgotten.
+    judge = Engine(base.model, _engine_config(job, base.model))
+    return LoglikScorer(judge, system_prompt=prompt)
+
+
+def _engine_config(job: Job, model: LoadedModel) -> EngineConfig:
+    return replace(job.engine, context_len=min(job.search.max_tokens, model.context_len))
+
+
+@contextlib.contextmanager
+def _loading(console: Console, what: str) -> Iterator[None]:
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"loading {what}"):
+        yield
+
+
+def _search(job: Job, models: _Models, console: Console, trace: TraceWriter | None) -> None:
+    base, helper = models.base, models.helper
+    engines = [base] if helper is None else [base, helper]
+    screen = Screen(
+        console, job.questions, lambda: sum(engine.stats.generated_tokens for engine in engines)
+    )
+
+    def on_event(event: TraceEvent) -> None:
+        if trace is not None:
+            trace.write(event.to_json())
+        screen.on_event(event)
+
+    with bad_value_is(UsageError):
+        search = Search(
+            base,
+            job.questions,
+            scorer=models.scorer,
+            helper=helper,
+            config=job.search,
+            system_prompt=DEFAULT_SYSTEM_PROMPT if job.system_prompt is None else job.system_prompt,
+            on_event=on_event,
+        )
+    begin = time.monotonic()
+    stopped: KeyboardInterrupt | TraceError | None = None
+    with screen:
+        try:
+            for _ in search.run():
+                pass
+        except (KeyboardInterrupt, TraceError) as error:
+            stopped = error
+    seconds = time.monotonic() - begin
+    solutions = sorted(search.solutions, key=lambda solution: solution.problem)
+    if trace is not None and isinstance(stopped, KeyboardInterrupt):
+        for solution in solutions:
+            if solution.finish == "interrupted":
+                trace.write(ProblemEnded(solution).to_json())
+    if solutions:
+        screen.table(summary_rows(solutions, seconds))
+    notice = eviction_notice(job.eviction, base.stats.evictions)
+    if notice is not None:
+        screen.line(f"note: {notice}", "magenta")
+    if job.json is not None and solutions:
+        write_json(job.json, solutions, several=len(job.questions) > 1)
+    done = sum(solution.finish not in ("interrupted", "error") for solution in solutions)
+    if isinstance(stopped, KeyboardInterrupt):
+        raise KeyboardInterrupt(f"interrupted: {done} of {len(job.questions)} questions solved")
+    if stopped is not None:
+        raise stopped
+    failed = [solution for solution in solutions if solution.error is not None]
+    if failed:
+        reason = in_flags(str(failed[0].error))
+        if len(job.questions) > 1:
+            counts = f"{len(failed)} of {len(job.questions)} questions failed"
+            reason = f"{counts}; question {failed[0].problem + 1}: {reason}"
+        raise Failure(reason)

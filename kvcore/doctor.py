@@ -1,0 +1,153 @@
+"""``kvcore doctor``: what this installation can do on this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from typing import Any
+
+import kvcore
+
+REFUSED = (
+    "sliding-window layers",
+    "ALiBi position biases",
+    "attention sinks",
+    "layers that share keys and values",
+    "quantised weights and fp8 KV caches",
+    "dynamic and longrope position scaling",
+    "every other model type",
+)
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+_ISA_LEVELS = ("base", "v3", "v4", "bf16")
+
+
+def report() -> dict[str, Any]:
+    """Everything the doctor knows, as plain values that ``json.dumps`` takes.
+
+    ``extension.error`` and ``models.error`` say why a part cannot be used; they are None otherwise.
+    """
+    return {
+        "versions": _versions(),
+        "extension": _extension(),
+        "cuda": _cuda(),
+        "memory": _memory(),
+        "models": _models(),
+    }
+
+
+def render() -> str:
+    """The report as text, one fact a line."""
+    return "\n".join(_lines(report()))
+
+
+def _versions() -> dict[str, str]:
+    versions = {"kvcore": kvcore.__version__, "python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    return versions
+
+
+def _extension() -> dict[str, Any]:
+    try:
+        from kvcore.native import _C
+    except ImportError as error:
+        return {"error": str(error)}
+    return {
+        "error": None,
+        "isa": _C.isa(),
+        "isa_supported": [name for name in _ISA_LEVELS if _C.isa_supported(name)],
+        "threads": _C.num_threads(),
+        "parallel_backend": _C.parallel_backend(),
+        "dlpack": _C.uses_dlpack(),
+        "cuda_kernels": _C.cuda_built(),
+    }
+
+
+def _cuda() -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError:
+        return {"torch_sees_device": False, "device": None}
+    seen = torch.cuda.is_available()
+    return {"torch_sees_device": seen, "device": torch.cuda.get_device_name(0) if seen else None}
+
+
+def _memory() -> dict[str, int | None]:
+    """Bytes; None where the system does not say."""
+
+    def pages(name: str) -> int | None:
+        try:
+            return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, OSError, ValueError):
+            return None
+
+    available = pages("SC_AVPHYS_PAGES")
+    try:  # counts what the page cache would give back, unlike the free pages
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    available = int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return {"total": pages("SC_PHYS_PAGES"), "available": available}
+
+
+def _models() -> dict[str, Any]:
+    try:
+        import torch
+
+        from kvcore.models.prepack import can_prepack
+        from kvcore.models.support import MODEL_TYPES
+    except ImportError as error:
+        return {"error": str(error)}
+    return {
+        "error": None,
+        "supported": list(MODEL_TYPES),
+        "refused": list(REFUSED),
+        "packed_bf16_linears": can_prepack(torch.bfloat16),
+    }
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
+
+
+def _cuda_line(extension: dict[str, Any], cuda: dict[str, Any]) -> str:
+    if extension.get("cuda_kernels"):
+        seen = cuda["torch_sees_device"]
+        return f"kernels built; {cuda['device'] if seen else 'torch sees no device'}"
+    built = "this version ships no CUDA kernels: everything runs on the CPU"
+    return f"{built} (torch sees {cuda['device']})" if cuda["torch_sees_device"] else built
+
+
+def _lines(data: dict[str, Any]) -> list[str]:
+    facts = list(data["versions"].items())
+    extension, models, memory = data["extension"], data["models"], data["memory"]
+    if extension["error"]:
+        facts.append(("extension", f"UNUSABLE: {extension['error']}"))
+    else:
+        supported = ", ".join(extension["isa_supported"])
+        facts += [
+            ("instruction set", f"{extension['isa']} (this CPU and build: {supported})"),
+            ("threads", f"{extension['threads']}, {extension['parallel_backend']}"),
+            ("tensors", "through DLPack" if extension["dlpack"] else "by attributes (slower)"),
+        ]
+    facts += [
+        ("CUDA", _cuda_line(extension, data["cuda"])),
+        ("memory", f"{_gib(memory['available'])} available of {_gib(memory['total'])}"),
+    ]
+    if models["error"]:
+        facts.append(("models", f"UNUSABLE: {models['error']}"))
+    else:
+        packed = "yes" if models["packed_bf16_linears"] else "no: bf16 linears run unpacked"
+        facts += [
+            ("packed bf16 linears", packed),
+            ("model types", ", ".join(models["supported"])),
+            ("refused", "; ".join(models["refused"])),
+        ]
+    width = max(len(name) for name, _ in facts)
+    return [f"{name:<{width}}  {value}" for name, value in facts]

@@ -1,0 +1,47 @@
+"""Stepwise best-of-N: the baseline of KV-Rescue, by the same driver without helper and detector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvcore.config import SearchConfig
+from kvcore.search.driver import solve
+from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt
+from kvcore.search.results import Solution, TraceEvent
+from kvcore.search.scorers.base import EngineScorer, Scorer
+
+if TYPE_CHECKING:
+    from kvcore.engine import Engine
+
+
+def best_of_n_config(config: SearchConfig) -> SearchConfig:
+    """``config`` without helper and detector (KV-Rescue, experiment setup: N_h = 0)."""
+    return replace(config, n_helper=0, detector=None)
+
+
+def best_of_n(
+    engine: Engine,
+    questions: Sequence[str | Prompt],
+    *,
+    scorer: Scorer | EngineScorer,
+    config: SearchConfig | None = None,
+    system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
+    on_event: Callable[[TraceEvent], None] | None = None,
+    max_in_flight: int | None = None,
+) -> list[Solution]:
+    """Solves problems with ``config.n`` candidates of one model per step; arguments as ``Search``.
+
+    Returns:
+        One solution per question, in their order.
+    """
+    return solve(
+        engine,
+        questions,
+        scorer=scorer,
+        config=best_of_n_config(config or SearchConfig()),
+        system_prompt=system_prompt,
+        on_event=on_event,
+        max_in_flight=max_in_flight,
+    )

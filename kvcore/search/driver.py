@@ -1,0 +1,264 @@
+"""Stepwise search over many problems at once: KV-Rescue, and best-of-N without a helper.
+
+Every problem has a root sequence in each model. A step forks candidates from the roots; when the
+last of them ends, the scorer is asked; the best becomes the next step and both roots take it in.
+Problems share the engines and wait for nobody but themselves.
+
+Source: KV-Rescue, Algorithm 1 and appendix C.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvcore.config import SearchConfig, require, require_int
+from kvcore.search.ports import Ports
+from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt, Translator, translator
+from kvcore.search.results import Solution, Source, TraceEvent, Warned
+from kvcore.search.scorers.base import EngineScorer, Scorer, ScorerContext, open_scorer
+from kvcore.search.stepper import Model, Stepper
+
+if TYPE_CHECKING:
+    from kvcore.engine import Engine
+
+_SCORER_WAIT = 0.5  # seconds between looks when only a scorer thread is at work
+
+
+def _as_prompts(questions: Sequence[str | Prompt]) -> list[Prompt]:
+    """Prompts with keys. Raises TypeError or ValueError."""
+    if isinstance(questions, str):
+        raise TypeError("questions: expected a sequence of questions, got one string")
+    prompts = []
+    for i, question in enumerate(questions):
+        prompt = Prompt(question) if isinstance(question, str) else question
+        if not isinstance(prompt, Prompt):
+            raise TypeError(f"questions: expected str or Prompt, got {question!r} at {i}")
+        prompts.append(prompt if prompt.key is not None else replace(prompt, key=i))
+    keys = [prompt.key for prompt in prompts]
+    for key in keys:
+        require_int(key, "key", 0, 2**63 - 1)
+    require(len(set(keys)) == len(keys), "questions", "different keys", keys)
+    return prompts
+
+
+def _check_engine(name: str, engine: Engine) -> None:
+    model = engine.model
+    if model.has_head:
+        raise ValueError(
+            f"{name}: expected a language model, got the token-head model {model.name!r}"
+        )
+    if model.tokenizer is None:
+        raise ValueError(f"{name}: expected a model with a tokenizer, got {model.name!r} without")
+
+
+class Search:
+    """One search. ``run`` yields solutions in the order in which they finish.
+
+    Args:
+        base: the model whose cache is bounded. Nobody else may step the engines during ``run``.
+        questions: problems; see ``Prompt``.
+        scorer: anything with a ``score`` method, or an engine scorer.
+        helper: full-context model (KV-Rescue); None is best-of-N.
+        config: see ``SearchConfig``; ``n_helper=None`` means ``n`` with a helper and 0 without.
+            Early exit uses the detector of ``base``, which must equal ``config.detector``.
+        system_prompt: of the chat template; None for none.
+        on_event: called with every trace event, in order, in the thread of ``run``.
+        max_in_flight: problems that hold sequences at once; None takes what the engines' rows allow
+            without preemption, and at least 1.
+    Attributes:
+        prompts: the problems with their keys, in order.
+        warnings: what the user should know; also sent as ``Warned`` events.
+        solutions: finished so far, in the order of finishing. After an interruption the problems
+            that were under way are here as well, with what they had (finish "interrupted").
+    Raises:
+        ValueError, TypeError: settings that do not fit each other or the engines.
+    """
+
+    def __init__(
+        self,
+        base: Engine,
+        questions: Sequence[str | Prompt],
+        *,
+        scorer: Scorer | EngineScorer,
+        helper: Engine | None = None,
+        config: SearchConfig | None = None,
+        system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
+        on_event: Callable[[TraceEvent], None] | None = None,
+        max_in_flight: int | None = None,
+    ) -> None:
+        config = config or SearchConfig()
+        self.prompts = _as_prompts(questions)
+        self.warnings: list[str] = []
+        self.solutions: list[Solution] = []
+        self._on_event = on_event
+        self._base = base
+        if max_in_flight is not None:
+            require_int(max_in_flight, "max_in_flight", 1)
+        _check_engine("base", base)
+        self._check_detector(base, config)
+        n_helper = config.n_helper
+        if helper is None:
+            require(not n_helper, "n_helper", "0 or None without a helper", n_helper)
+        else:
+            _check_engine("helper", helper)
+            n_helper = config.n if n_helper is None else n_helper
+
+        self._ports = Ports()
+        models: dict[Source, Model] = {"base": Model(self._ports.get(base), config.n)}
+        translators: dict[tuple[Source, Source], Translator] = {}
+        if helper is not None:
+            models["helper"] = Model(self._ports.get(helper), n_helper or 0)
+            translators = self._make_translators(base, helper)
+        self._backend = open_scorer(
+            scorer,
+            ScorerContext(
+                self._ports,
+                base=models["base"].port,
+                helper=models["helper"].port if helper is not None else None,
+            ),
+        )
+        self.max_in_flight = max_in_flight or self._default_in_flight(models)
+        self._waiting: deque[int] = deque(range(len(self.prompts)))
+        self._unread: deque[Solution] = deque()
+        self._started = False
+        self._stepper = Stepper(
+            models,
+            translators,
+            self._backend,
+            config,
+            system_prompt=system_prompt,
+            emit=self._emit,
+            solved=self._on_solved,
+        )
+
+    def run(self) -> Iterator[Solution]:
+        """Solves; may be called once. Everything allocated is released however it ends.
+
+        A problem's failure is its solution's ``error``; an engine's, ``on_event``'s or a
+        KeyboardInterrupt ends the search and is raised.
+        """
+        if self._started:
+            raise RuntimeError("run: a search runs once; make a new one")
+        self._started = True
+        return self._run()
+
+    def _run(self) -> Iterator[Solution]:
+        active = self._stepper.active
+        fired = self._base.stats.evictions if self._base.eviction.evicts else 0
+        try:
+            for message in self.warnings:
+                self._emit(Warned(message))
+            while self._waiting or active or self._unread:
+                while self._waiting and len(active) < self.max_in_flight:
+                    order = self._waiting.popleft()
+                    self._stepper.admit(order, self.prompts[order])
+                while self._unread:
+                    yield self._unread.popleft()
+                if active:
+                    self._advance()
+            self._tell_idle_eviction(fired)
+        finally:
+            self._stepper.interrupt()
+            self._backend.close()
+            self._ports.close()
+
+    def _advance(self) -> None:
+        """One step of every engine; waits only when a scorer thread is all there is to wait for."""
+        worked = self._ports.step()
+        if self._backend.poll() or worked:
+            return
+        if not self._backend.busy:
+            keys = [trajectory.key for trajectory in self._stepper.active.values()]
+            raise RuntimeError(f"search: no engine has work, yet problems {keys} are not solved")
+        self._backend.poll(timeout=_SCORER_WAIT)
+
+    def _tell_idle_eviction(self, before: int) -> None:
+        """An eviction that was asked for and never fired is reported, not silent."""
+        eviction = self._base.eviction
+        if eviction.evicts and self._base.stats.evictions == before:
+            self.warnings.append(
+                f"eviction was asked for ({eviction.policy}, budget {eviction.budget}) and never "
+                f"fired: no cache reached {eviction.trigger} entries (budget + headroom)"
+                + (" besides the prompt" if eviction.protect_prompt else "")
+            )
+            self._emit(Warned(self.warnings[-1]))
+
+    def _on_solved(self, solution: Solution) -> None:
+        self.solutions.append(solution)
+        self._unread.append(solution)
+
+    def _emit(self, event: TraceEvent) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def _check_detector(self, base: Engine, config: SearchConfig) -> None:
+        """Refuses an early exit other than the engine's, before anything runs."""
+        own = base.detector
+        if config.detector is not None and own != config.detector:
+            raise ValueError(
+                f"detector: expected the base engine's ({own!r}), got {config.detector!r}: "
+                "make the engine with this detector, or set detector=None for no early exit"
+            )
+
+    def _make_translators(
+        self, base: Engine, helper: Engine
+    ) -> dict[tuple[Source, Source], Translator]:
+        """Translators by (from, to). Warns if the models do not share a tokenizer."""
+        there = translator(base.model, helper.model)
+        back = translator(helper.model, base.model)
+        if not there.same:
+            self.warnings.append(
+                f"base {base.model.name!r} and helper {helper.model.name!r} have different "
+                "tokenizers: steps pass between them as text"
+            )
+        elif helper.model.vocab > base.model.vocab:
+            raise ValueError(
+                f"helper: expected at most the base model's {base.model.vocab} ids, "
+                f"got {helper.model.vocab}"
+            )
+        return {("base", "helper"): there, ("helper", "base"): back}
+
+    def _default_in_flight(self, models: dict[Source, Model]) -> int:
+        """Problems whose sequences all find a row in their engines at once, at least 1."""
+        needs = [(model.port.engine, 1 + model.num_candidates) for model in models.values()]
+        counts = {source: model.num_candidates for source, model in models.items()}
+        scoring = self._backend.rows(counts["base"], counts.get("helper", 0))
+        if scoring is not None:
+            needs.append(scoring)
+        rows: dict[int, int] = {}
+        for engine, count in needs:
+            rows[id(engine)] = rows.get(id(engine), 0) + count
+        return max(1, min(engine.max_seqs // rows[id(engine)] for engine, _ in needs))
+
+
+def solve(
+    base: Engine,
+    questions: Sequence[str | Prompt],
+    *,
+    scorer: Scorer | EngineScorer,
+    helper: Engine | None = None,
+    config: SearchConfig | None = None,
+    system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
+    on_event: Callable[[TraceEvent], None] | None = None,
+    max_in_flight: int | None = None,
+) -> list[Solution]:
+    """Solves problems by KV-Rescue (best-of-N if ``helper`` is None); arguments as ``Search``.
+
+    Returns:
+        One solution per question, in their order. A problem that failed has finish "error".
+    """
+    search = Search(
+        base,
+        questions,
+        scorer=scorer,
+        helper=helper,
+        config=config,
+        system_prompt=system_prompt,
+        on_event=on_event,
+        max_in_flight=max_in_flight,
+    )
+    places = {prompt.key: i for i, prompt in enumerate(search.prompts)}
+    return sorted(search.run(), key=lambda solution: places[solution.problem])

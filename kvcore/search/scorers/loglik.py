@@ -1,0 +1,109 @@
+"""Likelihood of a step under a model that sees the whole context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcore.engine.events import Output
+from kvcore.search.ports import EnginePort
+from kvcore.search.prompt import (
+    DEFAULT_SYSTEM_PROMPT,
+    Prompt,
+    Translator,
+    encode_text,
+    prompt_ids,
+    translator,
+)
+from kvcore.search.scorers.base import EngineScorer, Score, ScorerContext, ScoreRequest
+from kvcore.search.scorers.tree import TreeBackend
+
+if TYPE_CHECKING:
+    from kvcore.engine import Engine
+
+
+class LoglikScorer(EngineScorer):
+    """Mean log-probability of a candidate's tokens, in nats, raw distribution (temperature 1).
+
+    Needs no reward model. On the search's own helper (``engine=None``) the helper's candidates
+    bring their value with them, the base model's are fed to forks of the helper's sequence, and the
+    winner's fork becomes the helper's state: what is fed for the winner is not fed again.
+
+    Args:
+        engine: any model with a full cache; None takes the helper of the search.
+        system_prompt: of ``engine``'s prompt; not used with the helper, which has its own.
+    """
+
+    name = "loglik"
+
+    def __init__(
+        self, engine: Engine | None = None, *, system_prompt: str | None = DEFAULT_SYSTEM_PROMPT
+    ) -> None:
+        if engine is not None and engine.model.has_head:
+            raise ValueError(f"engine: expected a language model, got {engine.model.name!r}")
+        self.engine = engine
+        self.system_prompt = system_prompt
+
+    def open(self, context: ScorerContext) -> LoglikBackend:
+        helper = context.helper
+        if self.engine is None or (helper is not None and helper.engine is self.engine):
+            if helper is None:
+                raise ValueError("scorer 'loglik': expected a helper or an engine of its own")
+            return LoglikBackend(self, helper, context, on_helper=True)
+        return LoglikBackend(self, context.ports.get(self.engine), context, on_helper=False)
+
+
+class LoglikBackend(TreeBackend):
+    """The likelihood of one search's candidates."""
+
+    output = Output.LOGPROBS
+    reserve = 0
+
+    def __init__(
+        self, scorer: LoglikScorer, port: EnginePort, context: ScorerContext, *, on_helper: bool
+    ) -> None:
+        super().__init__(scorer.name, port)
+        self._scorer = scorer
+        self._on_helper = on_helper
+        self._tokenizer = port.engine.model.tokenizer
+        model = port.engine.model
+        self._translators: dict[str, Translator] = {}
+        for source, giver in (("base", context.base), ("helper", context.helper)):
+            if giver is not None:
+                self._translators[source] = translator(giver.engine.model, model)
+
+    def rows(self, num_base: int, num_helper: int) -> tuple[Engine, int] | None:
+        if self._on_helper:
+            return self._port.engine, num_base
+        return super().rows(num_base, num_helper)
+
+    def begin(
+        self, problem: int, prompt: Prompt, prefix: Sequence[str] = (), root: int | None = None
+    ) -> None:
+        if self._on_helper:
+            assert root is not None
+            self.plant_on(problem, root)
+            return
+        ids = prompt_ids(self._tokenizer, prompt, self._scorer.system_prompt)
+        for text in prefix:
+            ids += encode_text(self._tokenizer, text)
+        self.plant(problem, ids)
+
+    def known(self, request: ScoreRequest) -> Score | None:
+        if self._on_helper and request.source == "helper":
+            return Score(value=request.mean_logprob, rank=request.mean_logprob)
+        return None
+
+    def ids(self, step: ScoreRequest) -> list[int]:
+        carrier = self._translators.get(step.source)
+        if carrier is None:
+            return encode_text(self._tokenizer, step.text)
+        return carrier.ids(step.tokens, step.data, ends=step.ends)
+
+    def read(self, values: torch.Tensor) -> Score:
+        terms = values.flatten().tolist()
+        mean = math.fsum(terms) / len(terms)
+        return Score(value=mean, rank=mean)

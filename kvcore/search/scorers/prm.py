@@ -1,0 +1,144 @@
+"""Process reward models of the Qwen2.5-Math-PRM family, on an engine.
+
+The conversation is the model card's: a system message, the question, and an assistant message that
+is the steps, each followed by the separator token ``<extra_0>``; a step's score is the probability
+of the positive label at its separator. Committed steps stay cached, and a candidate costs its own
+tokens. A candidate that does not fit the model's context cannot be chosen; when none fits, the
+problem ends as "max_tokens".
+
+Source: Qwen/Qwen2.5-Math-PRM-7B model card; KV-Rescue, appendix C for ``newline_last``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from kvcore.config import require
+from kvcore.engine.events import Output
+from kvcore.search.ports import EnginePort
+from kvcore.search.prompt import (
+    DEFAULT_SYSTEM_PROMPT,
+    Prompt,
+    encode_around,
+    encode_text,
+    render_chat,
+)
+from kvcore.search.scorers.base import EngineScorer, Score, ScorerContext, ScoreRequest
+from kvcore.search.scorers.tree import TreeBackend
+
+if TYPE_CHECKING:
+    from kvcore.engine import Engine
+
+SEPARATOR = "<extra_0>"
+Mode = Literal["extra0", "newline_last"]
+
+
+def separator_id(tokenizer: Any) -> int:
+    """Id of ``<extra_0>``. Raises ValueError if the vocabulary lacks it."""
+    found = tokenizer.get_vocab().get(SEPARATOR)
+    if found is None:
+        raise ValueError(f"engine: expected a tokenizer with {SEPARATOR!r}, got one without")
+    return int(found)
+
+
+def conversation_head(tokenizer: Any, question: str, system_prompt: str) -> list[int]:
+    """Ids of everything before the first step: system message, question, start of the answer.
+
+    Names of special tokens in the question are ordinary text.
+    """
+    # Any text that no template contains: it marks where question and answer go.
+    marks = ("\ue000question\ue001", "\ue000answer\ue001")
+    messages = [
+        {"role": "user", "content": marks[0]},
+        {"role": "assistant", "content": marks[1]},
+    ]
+    if system_prompt:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    text = render_chat(tokenizer, messages, generation_prompt=False)
+    head, _, rest = text.partition(marks[0])
+    tail, _, _ = rest.partition(marks[1])
+    return encode_around(tokenizer, head, question, tail)
+
+
+def step_ids(tokenizer: Any, text: str, separator: int | None) -> list[int]:
+    """Ids that a step adds to the conversation; the score is read at the last.
+
+    A step is stripped of surrounding white space, its "\\n\\n" included, and names of special
+    tokens in it are ordinary text: each step adds exactly one separator, whatever it says.
+
+    Args:
+        separator: id that closes a step; None closes it with the text "\\n\\n".
+    """
+    if separator is None:
+        return encode_text(tokenizer, text.strip() + "\n\n")
+    return [*encode_text(tokenizer, text.strip()), separator]
+
+
+class PrmScorer(EngineScorer):
+    """Scores steps with a process reward model.
+
+    Args:
+        engine: over ``load_prm(...)``; its cache must be full (no eviction).
+        mode: "extra0" as the model card says; "newline_last" joins steps by "\\n\\n" and reads at
+            the last token, as KV-Rescue's appendix C has it (an ablation: the labels were trained
+            elsewhere).
+        system_prompt: of the scorer's conversation; the model was trained with the default.
+    Raises:
+        ValueError: the engine's model has no token head of two labels, or no ``<extra_0>``.
+    """
+
+    name = "prm"
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        mode: Mode = "extra0",
+        system_prompt: str = DEFAULT_SYSTEM_PROMPT,
+    ) -> None:
+        require(mode in ("extra0", "newline_last"), "mode", "'extra0' or 'newline_last'", mode)
+        if not engine.model.has_head:
+            raise ValueError(
+                f"engine: expected a model with a token head, got {engine.model.name!r}"
+            )
+        if engine.eviction.evicts:
+            raise ValueError(f"engine: expected a full cache, got {engine.eviction!r}")
+        self.engine = engine
+        self.mode: Mode = mode
+        self.separator = separator_id(engine.model.tokenizer) if mode == "extra0" else None
+        self.system_prompt = system_prompt
+
+    def open(self, context: ScorerContext) -> PrmBackend:
+        return PrmBackend(self, context.ports.get(self.engine))
+
+
+class PrmBackend(TreeBackend):
+    """A PRM at work in one search."""
+
+    output = Output.HEAD
+    reserve = 1  # the separator
+
+    def __init__(self, scorer: PrmScorer, port: EnginePort) -> None:
+        super().__init__(scorer.name, port)
+        self._scorer = scorer
+        self._tokenizer = scorer.engine.model.tokenizer
+
+    def begin(
+        self, problem: int, prompt: Prompt, prefix: Sequence[str] = (), root: int | None = None
+    ) -> None:
+        ids = conversation_head(self._tokenizer, prompt.question, self._scorer.system_prompt)
+        for text in prefix:
+            ids += step_ids(self._tokenizer, text, self._scorer.separator)
+        self.plant(problem, ids)
+
+    def ids(self, step: ScoreRequest) -> list[int]:
+        return step_ids(self._tokenizer, step.text, self._scorer.separator)
+
+    def read(self, values: torch.Tensor) -> Score:
+        negative, positive = (float(x) for x in values.flatten().tolist())
+        rank = positive - negative
+        return Score(value=1.0 / (1.0 + math.exp(-rank)) if rank > -700 else 0.0, rank=rank)

@@ -1,0 +1,1 @@
+"""What a run leaves behind, and how to look at it."""
