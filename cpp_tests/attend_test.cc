@@ -1,0 +1,438 @@
+#include "ops/attend.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <string>
+
+#include "base/parallel.h"
+#include "cpu/attend_kernels.h"
+#include "cpu/cpu_ops.h"
+#include "support/attend_oracle.h"
+#include "support/lane_fixture.h"
+
+namespace kvcore {
+namespace {
+
+std::vector<Isa> SupportedIsas() {
+  std::vector<Isa> levels;
+  for (Isa isa : {Isa::kBase, Isa::kV3, Isa::kV4, Isa::kV4Bf16})
+    if (IsaSupported(isa)) levels.push_back(isa);
+  return levels;
+}
+
+class RestoreIsa {
+ public:
+  RestoreIsa() : isa_(ActiveIsa()) {}
+  ~RestoreIsa() { SetIsa(isa_); }
+
+ private:
+  Isa isa_;
+};
+
+struct Call {
+  std::vector<int32_t> rows, cu_tokens;
+  OwnedTensor query, out, lse;
+  float scale = 0.25f;
+  int64_t layer = 0;
+};
+
+// A batch of rows with counts[i] new tokens each, random queries, outputs full of NaN.
+Call MakeCall(const LaneFixture& cache, const std::vector<int32_t>& rows,
+              const std::vector<int32_t>& counts, uint64_t seed) {
+  Call call;
+  call.rows = rows;
+  call.cu_tokens = {0};
+  for (int32_t n : counts) call.cu_tokens.push_back(call.cu_tokens.back() + n);
+  const int64_t tokens = call.cu_tokens.back();
+  const LaneShape& s = cache.shape();
+  call.query = OwnedTensor(s.dtype, {tokens, s.q_heads, s.head_dim});
+  std::mt19937_64 rng(seed);
+  call.query.FillNormal(rng);
+  call.out = call.query;
+  call.out.Fill(std::nan(""));
+  call.lse = OwnedTensor(DType::kF32, {tokens, s.q_heads});
+  call.lse.Fill(std::nan(""));
+  call.layer = s.layers - 1;
+  return call;
+}
+
+void RunAttend(const LaneFixture& cache, Call& call) {
+  const OwnedTensor rows = OwnedTensor::I32(call.rows), cu = OwnedTensor::I32(call.cu_tokens);
+  const int64_t bytes = AttendScratchBytes(cache.view(), cache.shape().q_heads, NumThreads());
+  OwnedTensor scratch(DType::kU8, {bytes});
+  scratch.Fill(255);  // NaN: nothing may be read before it was written
+  AttendParams p;
+  p.query = call.query.view();
+  p.out = call.out.view();
+  p.lse = call.lse.view();
+  p.scratch = scratch.view();
+  p.batch = {rows.view(), cu.view()};
+  p.layer = call.layer;
+  p.scale = call.scale;
+  AttendCpu(cache.view(), p, 0);
+}
+
+// fp32 arithmetic: 1e-5 absolute and relative. The output is then rounded to its type.
+double Tolerance(DType dtype, double expected) {
+  const double rounding = dtype == DType::kBF16  ? 1.0 / 256
+                          : dtype == DType::kF16 ? 1.0 / 2048
+                                                 : 0.0;
+  return 1e-5 + (1e-5 + rounding) * std::fabs(expected) + (dtype == DType::kF16 ? 1e-7 : 0);
+}
+
+AttendResult Expected(const LaneFixture& cache, const Call& call) {
+  return AttendOracle(cache, call.query, call.rows, call.cu_tokens, call.layer, call.scale);
+}
+
+void ExpectNear(const LaneFixture& cache, const Call& call, const AttendResult& expected,
+                const std::string& what) {
+  const int64_t tokens = call.cu_tokens.back(), heads = cache.shape().q_heads,
+                dims = cache.shape().head_dim;
+  for (int64_t t = 0; t < tokens; ++t)
+    for (int64_t h = 0; h < heads; ++h) {
+      for (int64_t d = 0; d < dims; ++d) {
+        const double want = expected.out[static_cast<size_t>((t * heads + h) * dims + d)];
+        ASSERT_NEAR(call.out.Get({t, h, d}), want, Tolerance(cache.shape().dtype, want))
+            << what << ": token " << t << " head " << h << " dim " << d;
+      }
+      const double want = expected.lse[static_cast<size_t>(t * heads + h)];
+      if (std::isinf(want))
+        ASSERT_EQ(call.lse.Get({t, h}), want) << what << ": lse of token " << t;
+      else
+        ASSERT_NEAR(call.lse.Get({t, h}), want, Tolerance(DType::kF32, want))
+            << what << ": lse of token " << t << " head " << h;
+    }
+}
+
+struct Heads {
+  int64_t group, head_dim;
+};
+
+class Attend : public testing::TestWithParam<std::tuple<DType, Heads>> {
+ protected:
+  LaneShape Shape(int64_t rows, int64_t max_blocks) const {
+    LaneShape s;
+    s.dtype = std::get<0>(GetParam());
+    s.rows = rows;
+    s.layers = 2;
+    s.kv_heads = 2;
+    s.q_heads = 2 * std::get<1>(GetParam()).group;
+    s.head_dim = std::get<1>(GetParam()).head_dim;
+    s.max_blocks = max_blocks;
+    return s;
+  }
+  static std::vector<int32_t> Lens(const LaneShape& s, const std::vector<int32_t>& row_lens) {
+    std::vector<int32_t> lens;
+    for (int32_t n : row_lens)
+      for (int64_t lane = 0; lane < s.layers * s.kv_heads; ++lane)
+        lens.push_back(n + static_cast<int32_t>(lane % 2 * (n > 2 ? 3 : 0)));  // heads may differ
+    return lens;
+  }
+};
+
+TEST_P(Attend, DecodeMatchesOracleAtEveryIsaLevel) {
+  RestoreIsa restore;
+  const LaneShape s = Shape(9, 20);
+  const LaneFixture cache(s, Lens(s, {0, 1, 15, 16, 17, 31, 128, 129, 300}), 11);
+  Call call = MakeCall(cache, {8, 2, 0, 1, 7, 3, 4, 6, 5}, {1, 1, 1, 1, 1, 1, 1, 1, 1}, 12);
+  call.scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
+  const AttendResult expected = Expected(cache, call);
+  for (Isa isa : SupportedIsas()) {
+    SetIsa(isa);
+    Call run = call;
+    RunAttend(cache, run);
+    ExpectNear(cache, run, expected, IsaName(isa));
+  }
+}
+
+TEST_P(Attend, RaggedChunkMatchesOracleAtEveryIsaLevel) {
+  RestoreIsa restore;
+  const LaneShape s = Shape(5, 20);
+  const LaneFixture cache(s, Lens(s, {40, 9, 300, 22, 17}), 13);
+  // A whole prompt, part of one, nothing, decode, more tokens than one tile has rows.
+  Call call = MakeCall(cache, {1, 0, 4, 3, 2}, {9, 7, 0, 1, s.q_heads > 32 ? 3 : 67}, 14);
+  call.scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
+  const AttendResult expected = Expected(cache, call);
+  for (Isa isa : SupportedIsas()) {
+    SetIsa(isa);
+    Call run = call;
+    RunAttend(cache, run);
+    ExpectNear(cache, run, expected, IsaName(isa));
+  }
+}
+
+TEST_P(Attend, TokenIsTheSameBitsAloneAndInAnyCompany) {
+  RestoreIsa restore;
+  const LaneShape s = Shape(3, 20);
+  const LaneFixture all(s, Lens(s, {50, 9, 290}), 15);
+  for (Isa isa : SupportedIsas()) {
+    SetIsa(isa);
+    Call together = MakeCall(all, {0, 1, 2}, {50, 4, 20}, 16);
+    RunAttend(all, together);
+    for (const auto& [row, first, count] : {std::tuple{0, 0, 50}, {1, 50, 4}, {2, 54, 20}})
+      for (int token = 0; token < count; token += 7) {
+        LaneFixture then = all;  // as the lane was when that token was the newest
+        for (int64_t lane = 0; lane < s.layers * s.kv_heads; ++lane)
+          then.lane_len.Set({row, lane / 2, lane % 2},
+                            then.lane_len.Get({row, lane / 2, lane % 2}) - (count - 1 - token));
+        Call alone = MakeCall(then, {row}, {1}, 17);
+        for (int64_t h = 0; h < s.q_heads; ++h)
+          for (int64_t d = 0; d < s.head_dim; ++d)
+            alone.query.Set({0, h, d}, together.query.Get({first + token, h, d}));
+        RunAttend(then, alone);
+        for (int64_t h = 0; h < s.q_heads; ++h) {
+          ASSERT_EQ(alone.lse.Get({0, h}), together.lse.Get({first + token, h}));
+          for (int64_t d = 0; d < s.head_dim; ++d)
+            ASSERT_EQ(alone.out.Get({0, h, d}), together.out.Get({first + token, h, d}))
+                << IsaName(isa) << ": row " << row << " token " << token << " head " << h;
+        }
+      }
+  }
+}
+
+std::string ParamName(const testing::TestParamInfo<std::tuple<DType, Heads>>& info) {
+  const auto& [dtype, heads] = info.param;
+  return std::string(DTypeName(dtype)) + "_group" + std::to_string(heads.group) + "_dim" +
+         std::to_string(heads.head_dim);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Types, Attend,
+    testing::Combine(testing::Values(DType::kF32, DType::kBF16, DType::kF16),
+                     testing::Values(Heads{1, 64}, Heads{2, 8}, Heads{3, 16}, Heads{4, 40},
+                                     Heads{5, 24}, Heads{6, 80}, Heads{7, 128}, Heads{8, 16},
+                                     Heads{11, 56}, Heads{1, 256}, Heads{64, 16}, Heads{71, 8})),
+    ParamName);
+
+// Everything below holds at the level that is active.
+
+LaneShape SmallShape(DType dtype = DType::kF32) {
+  LaneShape s;
+  s.dtype = dtype;
+  s.kv_heads = 1;
+  s.q_heads = 3;
+  s.head_dim = 24;
+  return s;
+}
+
+TEST(AttendEdges, LogitsFarBelowZeroStayFiniteAndRight) {
+  LaneFixture cache(SmallShape(), {20}, 21);
+  for (int64_t slot = 0; slot < 20; ++slot)
+    for (int64_t d = 0; d < 24; ++d) cache.SetKey(0, 0, 0, slot, d, -1.0 - 0.001 * slot);
+  Call call = MakeCall(cache, {0}, {1}, 22);
+  call.query.Fill(1000.0);
+  call.scale = 4.0f;  // logits near -96000
+  RunAttend(cache, call);
+  const AttendResult expected = AttendOracle(cache, call.query, {0}, {0, 1}, 0, 4.0);
+  // A float near 96000 resolves 1/128: weights carry that error, values do not.
+  for (int64_t d = 0; d < 24; ++d)
+    EXPECT_NEAR(call.out.Get({0, 0, d}), expected.out[static_cast<size_t>(d)], 0.02);
+  EXPECT_NEAR(call.lse.Get({0, 0}), expected.lse[0], 0.05);
+}
+
+TEST(AttendEdges, GarbageBehindTheLastSlotIsNeverSeen) {
+  for (double garbage : {1e3, -1e3, std::numeric_limits<double>::infinity()}) {
+    LaneFixture cache(SmallShape(DType::kBF16), {18}, 23);
+    Call clean = MakeCall(cache, {0}, {2}, 24), dirty = clean;
+    RunAttend(cache, clean);
+    cache.lane_len.Set({0, 0, 0}, 32);
+    for (int64_t slot = 18; slot < 32; ++slot)
+      for (int64_t d = 0; d < 24; ++d) {
+        cache.SetKey(0, 0, 0, slot, d, garbage);
+        cache.SetValue(0, 0, 0, slot, d, garbage);
+      }
+    cache.lane_len.Set({0, 0, 0}, 18);
+    RunAttend(cache, dirty);
+    EXPECT_TRUE(SameBytes(clean.out, dirty.out));
+    EXPECT_TRUE(SameBytes(clean.lse, dirty.lse));
+  }
+}
+
+TEST(AttendEdges, LaterTokensNeverReachEarlierOnes) {
+  LaneFixture cache(SmallShape(), {40}, 25);
+  Call before = MakeCall(cache, {0}, {10}, 26), after = before;
+  RunAttend(cache, before);
+  for (int64_t d = 0; d < 24; ++d) {
+    cache.SetKey(0, 0, 0, 35, d, std::numeric_limits<double>::infinity());
+    cache.SetValue(0, 0, 0, 35, d, std::numeric_limits<double>::quiet_NaN());
+  }
+  RunAttend(cache, after);
+  for (int64_t t = 0; t < 10; ++t)  // token t is slot 30 + t
+    for (int64_t h = 0; h < 3; ++h) {
+      if (t < 5)
+        EXPECT_EQ(before.out.Get({t, h, 0}), after.out.Get({t, h, 0})) << t;
+      else
+        EXPECT_TRUE(std::isnan(after.out.Get({t, h, 0}))) << t;
+    }
+}
+
+TEST(AttendEdges, TokenThatSeesNothingGetsZero) {
+  const LaneFixture cache(SmallShape(), {0}, 27);
+  Call call = MakeCall(cache, {0}, {1}, 28);
+  RunAttend(cache, call);
+  for (int64_t h = 0; h < 3; ++h) {
+    EXPECT_EQ(call.out.Get({0, h, 5}), 0.0);
+    EXPECT_EQ(call.lse.Get({0, h}), -std::numeric_limits<double>::infinity());
+  }
+}
+
+TEST(AttendEdges, EmptyBatchesAreLegal) {
+  const LaneFixture cache(SmallShape(), {5}, 29);
+  Call none = MakeCall(cache, {}, {}, 30), empty = MakeCall(cache, {0}, {0}, 31);
+  RunAttend(cache, none);
+  RunAttend(cache, empty);
+}
+
+TEST(AttendEdges, StridesOfQueryOutAndLseAreFree) {
+  const LaneShape s = SmallShape();
+  const LaneFixture cache(s, {30}, 32);
+  Call dense = MakeCall(cache, {0}, {4}, 33), strided = dense;
+  RunAttend(cache, dense);
+  // [heads, tokens, dim] in memory, tokens 5 dims further apart than needed.
+  strided.query = OwnedTensor(s.dtype, {4, 3, 24}, {29, 4 * 29, 1});
+  strided.query.Fill(std::nan(""));
+  strided.out = strided.query;
+  strided.lse = OwnedTensor(DType::kF32, {4, 3}, {1, 4});
+  for (int64_t t = 0; t < 4; ++t)
+    for (int64_t h = 0; h < 3; ++h)
+      for (int64_t d = 0; d < 24; ++d) strided.query.Set({t, h, d}, dense.query.Get({t, h, d}));
+  RunAttend(cache, strided);
+  for (int64_t t = 0; t < 4; ++t)
+    for (int64_t h = 0; h < 3; ++h) {
+      EXPECT_EQ(dense.lse.Get({t, h}), strided.lse.Get({t, h}));
+      for (int64_t d = 0; d < 24; ++d)
+        EXPECT_EQ(dense.out.Get({t, h, d}), strided.out.Get({t, h, d}));
+    }
+  EXPECT_TRUE(std::isnan(strided.out.At(25)));  // between the rows
+}
+
+TEST(AttendEdges, ThreadsDoNotChangeABit) {
+  LaneShape s = SmallShape();
+  s.rows = 3;
+  s.kv_heads = 3;
+  s.q_heads = 21;
+  s.max_blocks = 30;
+  s.head_dim = 128;
+  const LaneFixture cache(s, {400, 30, 7, 90, 5, 470, 33, 33, 1}, 34);
+  const int before = NumThreads();
+  SetNumThreads(1);
+  Call one = MakeCall(cache, {2, 0, 1}, {1, 5, 5}, 35), three = one;
+  RunAttend(cache, one);
+  SetNumThreads(3);
+  RunAttend(cache, three);
+  SetNumThreads(before);
+  EXPECT_TRUE(SameBytes(one.out, three.out));
+  EXPECT_TRUE(SameBytes(one.lse, three.lse));
+}
+
+TEST(AttendEdges, LseIsOptional) {
+  const LaneFixture cache(SmallShape(), {30}, 36);
+  Call with = MakeCall(cache, {0}, {4}, 37);
+  OwnedTensor out = with.out;
+  RunAttend(cache, with);
+  const OwnedTensor rows = OwnedTensor::I32({0}), cu = OwnedTensor::I32({0, 4});
+  OwnedTensor scratch(DType::kU8, {AttendScratchBytes(cache.view(), 3, NumThreads())});
+  AttendParams p;
+  p.query = with.query.view();
+  p.out = out.view();
+  p.scratch = scratch.view();
+  p.batch = {rows.view(), cu.view()};
+  p.scale = with.scale;
+  AttendCpu(cache.view(), p, 0);
+  EXPECT_TRUE(SameBytes(with.out, out));
+}
+
+TEST(AttendErrors, NameTheArgumentAndChangeNothing) {
+  LaneShape s = SmallShape();
+  s.rows = 2;
+  LaneFixture cache(s, {20, 3}, 38);
+  const Call good = MakeCall(cache, {0, 1}, {2, 1}, 39);
+  const auto error = [&](auto&& spoil) -> std::string {
+    LaneFixture c = cache;
+    Call call = good;
+    OwnedTensor rows = OwnedTensor::I32({0, 1}), cu = OwnedTensor::I32({0, 2, 3});
+    OwnedTensor scratch(DType::kU8, {AttendScratchBytes(c.view(), 3, NumThreads())});
+    AttendParams p;
+    p.query = call.query.view();
+    p.out = call.out.view();
+    p.lse = call.lse.view();
+    p.scratch = scratch.view();
+    p.batch = {rows.view(), cu.view()};
+    spoil(c, p);
+    try {
+      AttendCpu(c.view(), p, 0);
+    } catch (const Error& e) {
+      EXPECT_TRUE(SameBytes(call.out, good.out)) << e.what();
+      return e.what();
+    }
+    return "no error";
+  };
+  const auto starts = [](const std::string& text, const std::string& with) {
+    return text.rfind(with, 0) == 0 ? testing::AssertionSuccess()
+                                    : testing::AssertionFailure() << text;
+  };
+  OwnedTensor bf16(DType::kBF16, {3, 3, 24}), heads(DType::kF32, {3, 4, 24}),
+      dims(DType::kF32, {3, 3, 16});
+  EXPECT_TRUE(starts(error([](auto&, auto&) {}), "no error"));
+  EXPECT_TRUE(starts(error([&](auto&, auto& p) { p.query = bf16.view(); }), "query: "));
+  EXPECT_TRUE(starts(error([&](auto&, auto& p) { p.out = heads.view(); }), "out: "));
+  EXPECT_TRUE(starts(error([&](auto&, auto& p) { p.query = p.out = dims.view(); }), "query: "));
+  EXPECT_TRUE(starts(error([&](auto&, auto& p) { p.lse.shape[0] = 2; }), "lse: "));
+  EXPECT_TRUE(starts(error([](auto&, auto& p) { p.layer = 1; }), "layer: "));
+  EXPECT_TRUE(starts(error([](auto&, auto& p) { p.layer = -1; }), "layer: "));
+  EXPECT_TRUE(starts(error([](auto&, auto& p) { p.scratch.shape[0] -= 1; }), "scratch: "));
+  EXPECT_TRUE(starts(error([](auto&, auto& p) { p.batch.rows.template ptr<int32_t>()[1] = 2; }),
+                     "rows[1]: "));
+  EXPECT_TRUE(starts(error([](auto&, auto& p) { p.batch.rows.template ptr<int32_t>()[1] = 0; }),
+                     "rows[1]: "));
+  EXPECT_TRUE(
+      starts(error([](auto&, auto& p) { p.batch.cu_tokens.template ptr<int32_t>()[1] = 4; }),
+             "cu_tokens[2]: "));
+  EXPECT_TRUE(
+      starts(error([](auto&, auto& p) { p.batch.cu_tokens.template ptr<int32_t>()[2] = 2; }),
+             "cu_tokens[2]: "));
+  EXPECT_TRUE(
+      starts(error([](auto&, auto& p) { p.batch.cu_tokens.template ptr<int32_t>()[0] = 1; }),
+             "cu_tokens[0]: "));
+  EXPECT_TRUE(
+      starts(error([](auto& c, auto&) { c.lane_len.Set({0, 0, 0}, 8 * 16 + 1); }), "lane_len: "));
+  EXPECT_TRUE(starts(error([](auto& c, auto&) { c.lane_len.Set({0, 0, 0}, -1); }), "lane_len: "));
+  EXPECT_TRUE(
+      starts(error([](auto& c, auto&) { c.lane_len.Set({0, 0, 0}, 33); }), "block_table: entry 2"));
+}
+
+TEST(AttendExp, RelativeErrorIsBelow2e7AtEveryIsaLevel) {
+  RestoreIsa restore;
+  for (Isa isa : SupportedIsas()) {
+    SetIsa(isa);
+    std::vector<float> x, y;
+    for (int i = 0; i < 16 * 20000; ++i) x.push_back(-86.9f * static_cast<float>(i) / 320000.0f);
+    y.resize(x.size());
+    KV_ISA_TABLE(kAttendKernels).exp(x.data(), y.data(), static_cast<int64_t>(x.size()));
+    double worst = 0;
+    for (size_t i = 0; i < x.size(); ++i) {
+      const double want = std::exp(static_cast<double>(x[i]));
+      worst = std::max(worst, std::fabs(y[i] - want) / want);
+    }
+    EXPECT_LT(worst, 2e-7) << IsaName(isa);
+    float special[16] = {0.0f,
+                         -0.0f,
+                         -88.0f,
+                         -1e30f,
+                         -std::numeric_limits<float>::infinity(),
+                         std::numeric_limits<float>::quiet_NaN()};
+    KV_ISA_TABLE(kAttendKernels).exp(special, special, 16);
+    EXPECT_EQ(special[0], 1.0f);
+    EXPECT_EQ(special[1], 1.0f);
+    EXPECT_EQ(special[2], 0.0f);
+    EXPECT_EQ(special[3], 0.0f);
+    EXPECT_EQ(special[4], 0.0f);
+    EXPECT_TRUE(std::isnan(special[5]));
+  }
+}
+
+}  // namespace
+}  // namespace kvcore

@@ -1,0 +1,124 @@
+#include "ops/append_kv.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "base/parallel.h"
+#include "cpu/check_lanes.h"
+#include "cpu/cpu_ops.h"
+
+namespace kvcore {
+namespace {
+
+constexpr int64_t kMinRangeElements = 16'384;
+
+// Keys go in pairs of dims that lie 16 pairs apart; values are one row.
+template <typename Pair>
+void WriteKey(const void* from, void* block, int64_t slot, int64_t head_dim) {
+  const char* src = static_cast<const char*>(from);
+  Pair* dst = static_cast<Pair*>(block) + slot;
+  for (int64_t i = 0; i < head_dim / 2; ++i)
+    std::memcpy(dst + i * kBlockSlots, src + i * static_cast<int64_t>(sizeof(Pair)), sizeof(Pair));
+}
+
+const char* RowOf(const TensorView& t, int64_t token, int64_t head) {
+  return t.ptr<char>() + (token * t.stride[0] + head * t.stride[1]) * DTypeBytes(t.dtype);
+}
+
+void CheckParams(const KvCacheView& view, const AppendKvParams& p) {
+  view.Check();
+  CheckLayer(view, p.layer);
+  Dims dims;
+  MatchTensor({"tokens", "kv_heads", "head_dim"})
+      .DType(view.dtype())
+      .InnerContiguous()
+      .Check(p.key, "key", &dims);
+  MatchTensor({"tokens", "kv_heads", "head_dim"})
+      .DType(view.dtype())
+      .InnerContiguous()
+      .Check(p.value, "value", &dims);
+  KV_CHECK(dims["kv_heads"] == view.num_kv_heads() && dims["head_dim"] == view.head_dim)
+      << "key: expected [tokens, " << view.num_kv_heads() << ", " << view.head_dim << "], got "
+      << p.key.ShapeString();
+  KV_CHECK(p.query.empty() == view.query_ring.empty() || p.key.shape[0] == 0)
+      << "query: " << (p.query.empty() ? "required by" : "given without") << " the query ring";
+  if (!p.query.empty()) {
+    MatchTensor({"tokens", "q_heads", "head_dim"})
+        .DType(view.dtype())
+        .InnerContiguous()
+        .Check(p.query, "query", &dims);
+    KV_CHECK(view.query_ring.empty() || dims["q_heads"] == view.query_ring.shape[2])
+        << "query: expected " << view.query_ring.shape[2] << " heads, got "
+        << p.query.ShapeString();
+  }
+  const int64_t tokens = p.key.shape[0];
+  CheckBatch(view, p.batch, tokens, &dims);
+  const int32_t* rows = p.batch.rows.ptr<int32_t>();
+  const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
+  for (int64_t s = 0; s < p.batch.rows.shape[0]; ++s) {
+    const int64_t count = cu[s + 1] - cu[s];
+    if (count == 0) continue;
+    for (int64_t h = 0; h < view.num_kv_heads(); ++h) CheckLane(view, rows[s], p.layer, h, count);
+    const int64_t total = view.seq_len.ptr<int32_t>()[rows[s]];
+    KV_CHECK(total >= count) << "seq_len[" << rows[s] << "]: expected at least " << count
+                             << ", got " << total;
+  }
+}
+
+void WriteQueries(const KvCacheView& view, const AppendKvParams& p) {
+  const int64_t q_heads = view.query_ring.shape[2], window = view.window();
+  const int64_t row_bytes = view.head_dim * DTypeBytes(view.dtype());
+  const int32_t* rows = p.batch.rows.ptr<int32_t>();
+  const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
+  for (int64_t s = 0; s < p.batch.rows.shape[0]; ++s) {
+    const int64_t total = view.seq_len.ptr<int32_t>()[rows[s]];
+    for (int64_t token = std::max<int64_t>(cu[s], cu[s + 1] - window); token < cu[s + 1]; ++token) {
+      const int64_t at = (total - cu[s + 1] + token) % window;
+      for (int64_t h = 0; h < q_heads; ++h) {
+        const int64_t ring_row =
+            ((rows[s] * view.num_layers() + p.layer) * q_heads + h) * window + at;
+        std::memcpy(view.query_ring.ptr<char>() + ring_row * row_bytes, RowOf(p.query, token, h),
+                    static_cast<size_t>(row_bytes));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream) {
+  CheckParams(view, p);
+  const int64_t tokens = p.key.shape[0];
+  if (tokens == 0) return;
+  const int64_t seqs = p.batch.rows.shape[0], heads = view.num_kv_heads();
+  const int64_t element = DTypeBytes(view.dtype()), head_dim = view.head_dim;
+  const int64_t block_bytes = BlockElements(head_dim) * element;
+  const auto write_key = element == 2 ? WriteKey<uint32_t> : WriteKey<uint64_t>;
+  const int32_t* rows = p.batch.rows.ptr<int32_t>();
+  const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
+  const int64_t grain = std::max<int64_t>(1, seqs * kMinRangeElements / (tokens * head_dim));
+  ParallelFor(seqs * heads, grain, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t s = i / heads, head = i % heads, count = cu[s + 1] - cu[s];
+      const int64_t lane = view.LaneId(rows[s], p.layer, head);
+      const int32_t* table = view.block_table.ptr<int32_t>() + lane * view.max_blocks();
+      const int64_t first_slot = view.lane_len.ptr<int32_t>()[lane] - count;
+      const int64_t first_position = view.seq_len.ptr<int32_t>()[rows[s]] - count;
+      for (int64_t t = 0; t < count; ++t) {
+        const int64_t slot = (first_slot + t) % kBlockSlots;
+        const int64_t block = table[(first_slot + t) / kBlockSlots];
+        write_key(RowOf(p.key, cu[s] + t, head), view.key_blocks.ptr<char>() + block * block_bytes,
+                  slot, head_dim);
+        std::memcpy(view.value_blocks.ptr<char>() + block * block_bytes +
+                        RowMajorOffset(slot, 0, head_dim) * element,
+                    RowOf(p.value, cu[s] + t, head), static_cast<size_t>(head_dim * element));
+        view.position.ptr<int32_t>()[block * kBlockSlots + slot] =
+            static_cast<int32_t>(first_position + t);
+      }
+    }
+  });
+  if (!view.query_ring.empty()) WriteQueries(view, p);
+}
+
+}  // namespace kvcore

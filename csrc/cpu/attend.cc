@@ -1,0 +1,158 @@
+#include "ops/attend.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "base/parallel.h"
+#include "cpu/attend_kernels.h"
+#include "cpu/check_lanes.h"
+#include "cpu/cpu_ops.h"
+
+namespace kvcore {
+namespace {
+
+constexpr int64_t kAlign = 64;
+// A range handed to a thread is worth at least this many multiply-adds (some microseconds).
+constexpr int64_t kMinRangeWork = 200'000;
+constexpr int64_t kRangesPerThread = 8;
+
+int64_t TileBytes(int64_t head_dim) {
+  const int64_t bytes = AttendTileScratchFloats(head_dim) * static_cast<int64_t>(sizeof(float));
+  return (bytes + kAlign - 1) / kAlign * kAlign;
+}
+
+struct Place {
+  int64_t seq, head, tile;
+};
+
+// The tiles of the batch in order of sequence, kv head, row.
+struct Plan {
+  std::vector<int64_t> first_tile;  // of each sequence; one more entry = all tiles
+  int64_t kv_heads = 0;
+  int64_t work = 0;  // multiply-adds, roughly
+
+  Place Locate(int64_t i) const {
+    const auto next = std::upper_bound(first_tile.begin(), first_tile.end(), i);
+    const int64_t tiles_per_head = (next[0] - next[-1]) / kv_heads, local = i - next[-1];
+    return {next - first_tile.begin() - 1, local / tiles_per_head, local % tiles_per_head};
+  }
+};
+
+Plan MakePlan(const KvCacheView& view, const AttendParams& p, int64_t group) {
+  const int64_t seqs = p.batch.rows.shape[0], heads = view.num_kv_heads();
+  const int32_t* rows = p.batch.rows.ptr<int32_t>();
+  const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
+  Plan plan;
+  plan.kv_heads = heads;
+  plan.first_tile.resize(static_cast<size_t>(seqs) + 1);
+  for (int64_t s = 0; s < seqs; ++s) {
+    const int64_t count = cu[s + 1] - cu[s];
+    for (int64_t h = 0; h < heads && count > 0; ++h) {
+      CheckLane(view, rows[s], p.layer, h, 0);
+      const int64_t len = view.lane_len.ptr<int32_t>()[view.LaneId(rows[s], p.layer, h)];
+      plan.work += 2 * count * group * len * view.head_dim;
+    }
+    const int64_t tiles = (count * group + kAttendTileRows - 1) / kAttendTileRows;
+    plan.first_tile[static_cast<size_t>(s) + 1] =
+        plan.first_tile[static_cast<size_t>(s)] + tiles * heads;
+  }
+  return plan;
+}
+
+}  // namespace
+
+int64_t AttendScratchBytes(const KvCacheView& view, int64_t q_heads, int threads) {
+  (void)q_heads;  // tiles have a fixed number of rows
+  return threads * TileBytes(view.head_dim) + kAlign;
+}
+
+void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
+  view.Check();
+  CheckLayer(view, p.layer);
+  Dims dims;
+  MatchTensor({"tokens", "q_heads", "head_dim"})
+      .DType(view.dtype())
+      .InnerContiguous()
+      .Check(p.query, "query", &dims);
+  MatchTensor({"tokens", "q_heads", "head_dim"})
+      .DType(view.dtype())
+      .InnerContiguous()
+      .Check(p.out, "out", &dims);
+  if (!p.lse.empty())
+    MatchTensor({"tokens", "q_heads"}).DType(DType::kF32).Check(p.lse, "lse", &dims);
+  const int64_t tokens = p.query.shape[0], q_heads = p.query.shape[1];
+  KV_CHECK(p.query.shape[2] == view.head_dim)
+      << "query: expected head_dim " << view.head_dim << ", got " << p.query.ShapeString();
+  KV_CHECK(view.num_kv_heads() > 0 && q_heads % view.num_kv_heads() == 0)
+      << "query: expected a multiple of " << view.num_kv_heads() << " heads, got " << q_heads;
+  CheckBatch(view, p.batch, tokens, &dims);
+  if (tokens == 0 || q_heads == 0) return;
+  const int threads = NumThreads();
+  MatchTensor({"_"}).DType(DType::kU8).Contiguous().Check(p.scratch, "scratch", &dims);
+  const int64_t scratch_bytes = AttendScratchBytes(view, q_heads, threads);
+  KV_CHECK(p.scratch.shape[0] >= scratch_bytes)
+      << "scratch: expected at least " << scratch_bytes << " bytes for " << threads
+      << " threads, got " << p.scratch.shape[0];
+  const int64_t group = q_heads / view.num_kv_heads();
+  const Plan plan = MakePlan(view, p, group);
+
+  const AttendKernels& kernels = KV_ISA_TABLE(kAttendKernels);
+  const auto run = view.dtype() == DType::kF32    ? kernels.f32
+                   : view.dtype() == DType::kBF16 ? kernels.bf16
+                                                  : kernels.f16;
+  const auto unaligned = reinterpret_cast<uintptr_t>(p.scratch.data);
+  char* const scratch = reinterpret_cast<char*>((unaligned + kAlign - 1) / kAlign * kAlign);
+  const int64_t element = DTypeBytes(view.dtype());
+  const int64_t num_tiles = plan.first_tile.back();
+  // Ranges large enough to pay for handing them out, small enough to even out the threads.
+  const int64_t grain = threads == 1
+                            ? num_tiles
+                            : std::max<int64_t>({1, num_tiles * kMinRangeWork / (plan.work + 1),
+                                                 num_tiles / (threads * kRangesPerThread)});
+
+  ParallelFor(num_tiles, grain, [&](int64_t begin, int64_t end, int thread_id) {
+    AttendTile tile;
+    tile.key_blocks = view.key_blocks.data;
+    tile.value_blocks = view.value_blocks.data;
+    tile.head_dim = view.head_dim;
+    tile.query_token = p.query.stride[0];
+    tile.query_head = p.query.stride[1];
+    tile.out_token = p.out.stride[0];
+    tile.out_head = p.out.stride[1];
+    tile.lse_token = p.lse.stride[0];
+    tile.lse_head = p.lse.stride[1];
+    tile.group = group;
+    tile.scale = p.scale;
+    tile.scratch = reinterpret_cast<float*>(scratch + thread_id * TileBytes(view.head_dim));
+    const int32_t* rows = p.batch.rows.ptr<int32_t>();
+    const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
+    const int32_t* lane_len = view.lane_len.ptr<int32_t>();
+    const int32_t* tables = view.block_table.ptr<int32_t>();
+    for (int64_t i = begin; i < end; ++i) {
+      const Place at = plan.Locate(i);
+      const int64_t count = cu[at.seq + 1] - cu[at.seq];
+      const int64_t lane = view.LaneId(rows[at.seq], p.layer, at.head);
+      tile.table = tables + lane * view.max_blocks();
+      tile.next_blocks = 0;
+      if (i + 1 < end) {
+        const Place next = plan.Locate(i + 1);
+        const int64_t next_lane = view.LaneId(rows[next.seq], p.layer, next.head);
+        tile.next_table = tables + next_lane * view.max_blocks();
+        tile.next_blocks = next_lane == lane ? 0 : BlocksFor(lane_len[next_lane]);
+      }
+      tile.limit = lane_len[lane] - count + 1;
+      tile.first_row = at.tile * kAttendTileRows;
+      tile.num_rows = std::min<int64_t>(kAttendTileRows, count * group - tile.first_row);
+      const int64_t token = cu[at.seq], q_head = at.head * group;
+      tile.query =
+          p.query.ptr<char>() + (token * tile.query_token + q_head * tile.query_head) * element;
+      tile.out = p.out.ptr<char>() + (token * tile.out_token + q_head * tile.out_head) * element;
+      tile.lse = p.lse.empty()
+                     ? nullptr
+                     : p.lse.ptr<float>() + token * tile.lse_token + q_head * tile.lse_head;
+      run(tile);
+    }
+  });
+}
+
+}  // namespace kvcore

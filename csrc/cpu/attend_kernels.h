@@ -1,0 +1,58 @@
+// What attend.cc and the kernels compiled per instruction set agree on.
+#pragma once
+
+#include <stdint.h>
+
+#include "cpu/isa.h"
+
+namespace kvcore {
+
+// Query rows of one tile: row r is query head r % group of token r / group, in the order in which
+// the sequence brings them.
+inline constexpr int kAttendTileRows = 64;
+// Floats between the query rows in scratch: fixed, so that one pointer and constant offsets reach
+// all of them, and no multiple of a page, so that they share the cache's sets evenly.
+inline constexpr int kAttendQueryStride = 256 + 16;
+
+// One tile: consecutive query rows that read one lane. Strides in elements; the innermost dimension
+// of query and out is dense. Slots past the row's limit are never used, whatever they hold.
+struct AttendTile {
+  const void* key_blocks;     // T, block b at b * 16 * head_dim
+  const void* value_blocks;   // T
+  const int32_t* table;       // block ids of the lane
+  const int32_t* next_table;  // block ids that the thread reads after this tile: a hint
+  int64_t next_blocks;        // entries in use; 0 = none
+  int64_t head_dim;
+  const void* query;  // T, row r at (r / group) * query_token + (r % group) * query_head
+  int64_t query_token, query_head;
+  void* out;  // T
+  int64_t out_token, out_head;
+  float* lse;  // f32 or null
+  int64_t lse_token, lse_head;
+  int64_t group;      // query heads per kv head
+  int64_t first_row;  // rows [first_row, first_row + num_rows) are computed
+  int64_t num_rows;   // <= kAttendTileRows
+  int64_t limit;      // token t sees slots [0, limit + t)
+  float scale;
+  float* scratch;  // AttendTileScratchFloats, 64-byte aligned
+};
+
+// Queries, accumulators (both padded rows), scores of eight rows, and a maximum, a sum and a
+// rescaling factor per row.
+constexpr int64_t AttendTileScratchFloats(int64_t head_dim) {
+  return kAttendTileRows * (kAttendQueryStride + head_dim + 16) + 8 * (128 + 16) +
+         3 * kAttendTileRows;
+}
+
+struct AttendKernels {
+  void (*f32)(const AttendTile& tile);
+  void (*bf16)(const AttendTile& tile);
+  void (*f16)(const AttendTile& tile);
+  // y[i] = exp(x[i]) for x <= 0 as the softmax computes it: relative error below 2e-7, exactly 0
+  // under -87. For tests. n is a multiple of 16.
+  void (*exp)(const float* x, float* y, int64_t n);
+};
+
+KV_DECLARE_ISA_TABLE(AttendKernels, kAttendKernels)
+
+}  // namespace kvcore

@@ -1,0 +1,22 @@
+// Checks that the CPU operations share. They throw Error naming what is wrong and change nothing.
+#pragma once
+
+#include <cstdint>
+
+#include "ops/batch.h"
+#include "ops/kv_cache_view.h"
+
+namespace kvcore {
+
+// rows is i32 [seqs], in range, without repetition. Binds "seqs".
+void CheckRows(const KvCacheView& view, const TensorView& rows, Dims* dims);
+
+// rows as above and cu_tokens i32 [seqs + 1] from 0 to `tokens`, never falling. Binds "seqs".
+void CheckBatch(const KvCacheView& view, const RaggedBatch& batch, int64_t tokens, Dims* dims);
+
+void CheckLayer(const KvCacheView& view, int64_t layer);
+
+// The lane holds at least `min_len` slots and its table entries in use name blocks of the pool.
+void CheckLane(const KvCacheView& view, int64_t row, int64_t layer, int64_t head, int64_t min_len);
+
+}  // namespace kvcore

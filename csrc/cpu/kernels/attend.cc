@@ -1,0 +1,381 @@
+// Attention of one tile of query rows over one lane, for fp32, bf16 and fp16 storage.
+//
+// Chunks of kChunk slots with a running maximum and sum per row. Up to eight rows at a time stay in
+// registers: q.k of rows x slots with slots along vector lanes (one load of K serves all rows),
+// then out of rows x dims with dims along vector lanes (one load of V serves all rows). A short
+// cache is bound by multiply-adds, a long one by reading K and V once.
+//
+// The arithmetic of a row never depends on the rows that share its tile or on how many there are:
+// a token's result is the same bits alone, in a batch and in a chunk of a prompt.
+#include "cpu/attend_kernels.h"
+#include "cpu/kernels/vec.h"
+
+namespace kvcore {
+namespace KV_ISA_NAMESPACE {
+namespace {
+
+constexpr int kBlock = 16;  // slots of a block
+constexpr int kChunk = 128;
+constexpr int kChunkBlocks = kChunk / kBlock;
+constexpr int kScoreStride = kChunk + 16;  // not a power of two: rows fall into different sets
+constexpr int kRowBlock = 8;
+constexpr int kUnitsPerBlock = kBlock / kWidth;  // a unit is kWidth slots of one block
+
+// Asks for kElements elements that will be needed soon. A cache that has just been evicted from, or
+// the layers of a whole model in turn, come from memory: the hardware follows one block, the next
+// one lies anywhere.
+template <int kElements, typename T>
+KV_INLINE void Prefetch(const T* p) {
+  constexpr int kLine = 64 / static_cast<int>(sizeof(T));
+#pragma GCC unroll 4
+  for (int i = 0; i < kElements; i += kLine) __builtin_prefetch(p + i, 0, 2);
+}
+
+constexpr int kQueryStride = kAttendQueryStride;
+
+// Query rows as the dot product wants them, kQueryStride floats apart: as floats, or with bf16
+// multiply-add instructions as they are, a float holding a pair of dims.
+template <typename T>
+struct KeyDot {
+  static KV_INLINE void PackQuery(const T* row, int64_t head_dim, float* q) {
+    for (int64_t d = 0; d < head_dim; d += 8) {
+      VecF<4> a, b;
+      LoadSpan<4>(row + d, a, b);
+      if constexpr (kSame<T, Bf16>) {
+        const VecF<4> even = a, odd = b;
+        a = __builtin_shufflevector(even, odd, 0, 4, 1, 5);
+        b = __builtin_shufflevector(even, odd, 2, 6, 3, 7);
+      }
+      Store(q + d, a);
+      Store(q + d + 4, b);
+    }
+  }
+  // s[r][u * kWidth + lane] = q_r . k of the slots of NV units.
+  template <int R, int NV>
+  static KV_INLINE void Run(const float* q, const T* const* unit, const T* const* ahead,
+                            int64_t head_dim, float* s) {
+    using F = VecF<kWidth>;
+    F acc[R][NV] = {};
+    const T* k[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) k[v] = unit[v];
+    for (int64_t pair = 0; pair < head_dim / 2; ++pair) {
+      F even[NV], odd[NV];
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) {
+        LoadKeys<kWidth>(k[v], even[v], odd[v]);
+        k[v] += 2 * kBlock;
+        Prefetch<2 * kWidth>(ahead[v] + 2 * kWidth * pair);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v) acc[r][v] += even[v] * q[r * kQueryStride];
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v) acc[r][v] += odd[v] * q[r * kQueryStride + 1];
+      }
+      q += 2;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v)
+        Store(s + r * kScoreStride + v * kWidth, SlotOrder<kWidth, T>(acc[r][v]));
+    }
+  }
+};
+
+#if defined(__AVX512BF16__)
+template <>
+struct KeyDot<Bf16> {
+  static KV_INLINE void PackQuery(const Bf16* row, int64_t head_dim, float* q) {
+    __builtin_memcpy(q, row, static_cast<unsigned long>(2 * head_dim));
+  }
+  template <int R, int NV>
+  static KV_INLINE void Run(const float* q, const Bf16* const* unit, const Bf16* const* ahead,
+                            int64_t head_dim, float* s) {
+    __m512 acc[R][NV];
+    const Bf16* k[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) {
+      k[v] = unit[v];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) acc[r][v] = _mm512_setzero_ps();
+    }
+    for (int64_t pair = 0; pair < head_dim / 2; ++pair) {
+      __m512bh x[NV];
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) {
+        x[v] = Load<__m512bh>(k[v]);
+        k[v] += 2 * kBlock;
+        Prefetch<2 * kBlock>(ahead[v] + 2 * kBlock * pair);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const __m512bh qr = (__m512bh)_mm512_set1_ps(q[r * kQueryStride]);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], x[v], qr);
+      }
+      ++q;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) Store(s + r * kScoreStride + v * kWidth, acc[r][v]);
+    }
+  }
+};
+#endif
+
+// Units at a time: enough independent sums to hide the latency of a multiply-add, few enough to
+// stay in registers.
+constexpr int UnitsAtOnce(int rows) {
+  return kWidth == 16 ? (rows >= 5 ? 2 : rows >= 2 ? 4 : 8) : rows >= 4 ? 1 : rows >= 2 ? 2 : 4;
+}
+
+// Scores of the chunk's first num_slots slots; `value` is fetched for later on the way.
+template <int R, typename T>
+KV_INLINE void ScoreChunk(const float* q, const T* const* key, const T* const* value,
+                          int64_t num_slots, int64_t head_dim, float* s) {
+  constexpr int kUnits = UnitsAtOnce(R);
+  const int64_t units = (num_slots + kWidth - 1) / kWidth;
+  const T* unit[kChunk / kWidth];
+  const T* ahead[kChunk / kWidth];
+  for (int64_t u = 0; u < units; ++u) {
+    const int64_t in_block = u % kUnitsPerBlock;
+    unit[u] = key[u / kUnitsPerBlock] + in_block * 2 * kWidth;
+    ahead[u] = value[u / kUnitsPerBlock] + in_block * kWidth * head_dim;
+  }
+  int64_t u = 0;
+  for (; u + kUnits <= units; u += kUnits)
+    KeyDot<T>::template Run<R, kUnits>(q, unit + u, ahead + u, head_dim, s + u * kWidth);
+  for (; u < units; ++u)
+    KeyDot<T>::template Run<R, 1>(q, unit + u, ahead + u, head_dim, s + u * kWidth);
+}
+
+// Turns the scores of slots [0, n) of one row into weights exp(scale * s - max), keeps the running
+// maximum and sum, and returns the factor that rescales what was accumulated before.
+KV_INLINE float SoftmaxRow(float* s, int64_t n, float scale, float& max, float& sum) {
+  using F = VecF<kWidth>;
+  const F minus_inf = Splat<kWidth>(-__builtin_inff());
+  F top = minus_inf;
+  int64_t j = 0;
+  for (; j + kWidth <= n; j += kWidth) {
+    const F x = Load<F>(s + j) * scale;
+    Store(s + j, x);
+    top = Max<kWidth>(x, top);
+  }
+  if (j < n) {  // what lies past n may be anything
+    const F x = Load<F>(s + j) * scale;
+    const F live = Iota<kWidth>() < static_cast<int32_t>(n - j) ? x : minus_inf;
+    Store(s + j, live);
+    top = Max<kWidth>(live, top);
+  }
+  const float new_max = MaxLanes<kWidth>(top) > max ? MaxLanes<kWidth>(top) : max;
+  F total = {};
+  for (j = 0; j < n; j += kWidth) {
+    const F w = ExpNonPositive<kWidth>(Load<F>(s + j) - new_max);
+    Store(s + j, w);
+    total += w;
+  }
+  const float rescale = ExpNonPositive<4>(Splat<4>(max - new_max))[0];
+  sum = sum * rescale + SumLanes<kWidth>(total);
+  max = new_max;
+  return rescale;
+}
+
+// out[r][dims] = rescale[r] * out[r][dims] + sum over slots [begin, end) of w[r][slot] * v[slot],
+// for ND spans of 2W dims from dim d on. What lies at `ahead` is fetched for later on the way, as
+// many elements per block as are read.
+template <int R, int ND, int W, typename T>
+KV_INLINE void AddValues(const float* w, const T* const* value, const T* const* ahead,
+                         int64_t begin, int64_t end, int64_t d, int64_t head_dim,
+                         const float* rescale, float* out, int64_t out_stride) {
+  using F = VecF<W>;
+  constexpr int kDims = 2 * W * ND;
+  out += d;
+  F acc[R][2 * ND];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * ND; ++i) acc[r][i] = Load<F>(out + r * out_stride + i * W) * rescale[r];
+  }
+  for (int64_t j = begin; j < end;) {
+    const int64_t block_end = (j / kBlock + 1) * kBlock, stop = block_end < end ? block_end : end;
+    const T* v = value[j / kBlock] + (j % kBlock) * head_dim + d;
+    const T* next = ahead[j / kBlock] + (j % kBlock) * kDims + kBlock * d;
+    for (; j < stop; ++j, v += head_dim, next += kDims) {
+      Prefetch<kDims>(next);
+      F x[2 * ND];
+#pragma GCC unroll 8
+      for (int i = 0; i < ND; ++i) LoadSpan<W>(v + i * 2 * W, x[2 * i], x[2 * i + 1]);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const F weight = Splat<W>(w[r * kScoreStride + j]);
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * ND; ++i) acc[r][i] += x[i] * weight;
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * ND; ++i) Store(out + r * out_stride + i * W, acc[r][i]);
+  }
+}
+
+template <int R, typename T>
+KV_INLINE void AddAllDims(const float* w, const T* const* value, const T* const* ahead,
+                          int64_t begin, int64_t end, int64_t head_dim, const float* rescale,
+                          float* out, int64_t out_stride) {
+  constexpr int kSpans = R >= 4 ? 1 : R >= 2 ? 2 : 4;
+  int64_t d = 0;
+  for (; d + kSpans * 2 * kWidth <= head_dim; d += kSpans * 2 * kWidth)
+    AddValues<R, kSpans, kWidth>(w, value, ahead, begin, end, d, head_dim, rescale, out,
+                                 out_stride);
+  if constexpr (kSpans > 1)
+    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth)
+      AddValues<R, 1, kWidth>(w, value, ahead, begin, end, d, head_dim, rescale, out, out_stride);
+  if constexpr (kWidth > 8)
+    if (d + 16 <= head_dim) {
+      AddValues<R, 1, 8>(w, value, ahead, begin, end, d, head_dim, rescale, out, out_stride);
+      d += 16;
+    }
+  if constexpr (kWidth > 4)
+    if (d < head_dim)
+      AddValues<R, 1, 4>(w, value, ahead, begin, end, d, head_dim, rescale, out, out_stride);
+}
+
+// One row block against one chunk: scores, softmax, values. Row r sees `seen[r]` slots of the
+// chunk, seen ascends. State (max, sum, out) is updated. `ahead` = keys wanted next.
+template <int R, typename T>
+__attribute__((noinline)) void RowBlockChunk(const float* q, const T* const* key,
+                                             const T* const* value, const T* const* ahead,
+                                             const int64_t* seen, int64_t head_dim, float scale,
+                                             float* s, float* max, float* sum, float* rescale,
+                                             float* out, int64_t out_stride) {
+  ScoreChunk<R>(q, key, value, seen[R - 1], head_dim, s);
+  for (int r = 0; r < R; ++r)
+    rescale[r] =
+        seen[r] > 0 ? SoftmaxRow(s + r * kScoreStride, seen[r], scale, max[r], sum[r]) : 1.0f;
+  // All rows share the slots that all of them see; the few that only later tokens see are added
+  // row by row, so that nothing of them, not even 0 * inf, reaches an earlier token.
+  const int64_t shared = seen[0];
+  constexpr int kAtOnce = kWidth == 16 ? R : R <= 4 ? R : (R + 1) / 2;
+  AddAllDims<kAtOnce>(s, value, ahead, 0, shared, head_dim, rescale, out, out_stride);
+  if constexpr (kAtOnce < R)
+    AddAllDims<R - kAtOnce>(s + kAtOnce * kScoreStride, value, ahead, 0, shared, head_dim,
+                            rescale + kAtOnce, out + kAtOnce * out_stride, out_stride);
+  const float one = 1.0f;
+  for (int r = 0; r < R; ++r)
+    if (seen[r] > shared)
+      AddAllDims<1>(s + r * kScoreStride, value, ahead, shared, seen[r], head_dim, &one,
+                    out + r * out_stride, out_stride);
+}
+
+template <typename T>
+using RowBlockFn = void (*)(const float*, const T* const*, const T* const*, const T* const*,
+                            const int64_t*, int64_t, float, float*, float*, float*, float*, float*,
+                            int64_t);
+
+template <int W, typename T>
+KV_INLINE void StoreScaled(const float* x, float factor, T* out) {
+  StoreSpan<W>(out, Load<VecF<W>>(x) * factor, Load<VecF<W>>(x + W) * factor);
+}
+
+template <typename T>
+void Attend(const AttendTile& t) {
+  static constexpr RowBlockFn<T> kRowBlockChunk[kRowBlock] = {
+      RowBlockChunk<1, T>, RowBlockChunk<2, T>, RowBlockChunk<3, T>, RowBlockChunk<4, T>,
+      RowBlockChunk<5, T>, RowBlockChunk<6, T>, RowBlockChunk<7, T>, RowBlockChunk<8, T>};
+  const int64_t head_dim = t.head_dim, out_stride = head_dim + 16;
+  float* const q = t.scratch;
+  float* const out = q + kAttendTileRows * kQueryStride;
+  float* const s = out + kAttendTileRows * out_stride;
+  float* const max = s + kRowBlock * kScoreStride;
+  float* const sum = max + kAttendTileRows;
+  float* const rescale = sum + kAttendTileRows;
+
+  // Row blocks of nearly equal size.
+  const int rows = static_cast<int>(t.num_rows);
+  const int num_blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const auto block_begin = [&](int b) { return rows * b / num_blocks; };
+  int64_t seen_in_lane[kAttendTileRows];
+  for (int r = 0; r < rows; ++r) {
+    const int64_t token = (t.first_row + r) / t.group, head = (t.first_row + r) % t.group;
+    seen_in_lane[r] = t.limit + token;
+    KeyDot<T>::PackQuery(
+        static_cast<const T*>(t.query) + token * t.query_token + head * t.query_head, head_dim,
+        q + r * kQueryStride);
+    max[r] = -__builtin_inff();
+    sum[r] = 0.0f;
+  }
+  for (int64_t i = 0; i < rows * out_stride; ++i) out[i] = 0.0f;
+
+  const int64_t longest = t.limit + (t.first_row + rows - 1) / t.group;
+  for (int64_t start = 0; start < longest; start += kChunk) {
+    const int64_t slots = longest - start < kChunk ? longest - start : kChunk;
+    const T* key[kChunkBlocks];
+    const T* value[kChunkBlocks];
+    const T* ahead[kChunkBlocks];
+    for (int64_t b = 0; b * kBlock < slots; ++b) {
+      const int64_t i = start / kBlock + b, block_elements = kBlock * head_dim;
+      key[b] = static_cast<const T*>(t.key_blocks) + t.table[i] * block_elements;
+      value[b] = static_cast<const T*>(t.value_blocks) + t.table[i] * block_elements;
+      // Keys of the next chunk, then of the next tile, then none: again what is at hand.
+      const int64_t j = i + kChunkBlocks;
+      ahead[b] = j * kBlock < longest
+                     ? static_cast<const T*>(t.key_blocks) + t.table[j] * block_elements
+                 : b < t.next_blocks
+                     ? static_cast<const T*>(t.key_blocks) + t.next_table[b] * block_elements
+                     : key[b];
+    }
+    for (int b = 0; b < num_blocks; ++b) {
+      const int begin = block_begin(b), size = block_begin(b + 1) - begin;
+      int64_t seen[kRowBlock];
+      for (int r = 0; r < size; ++r) {
+        const int64_t n = seen_in_lane[begin + r] - start;
+        seen[r] = n < 0 ? 0 : n < slots ? n : slots;
+      }
+      if (seen[size - 1] == 0) continue;
+      kRowBlockChunk[size - 1](q + begin * kQueryStride, key, value, ahead, seen, head_dim, t.scale,
+                               s, max + begin, sum + begin, rescale, out + begin * out_stride,
+                               out_stride);
+    }
+  }
+
+  for (int r = 0; r < rows; ++r) {
+    const int64_t token = (t.first_row + r) / t.group, head = (t.first_row + r) % t.group;
+    T* const to = static_cast<T*>(t.out) + token * t.out_token + head * t.out_head;
+    const float* const from = out + r * out_stride;
+    const float factor = sum[r] == 0.0f ? 0.0f : 1.0f / sum[r];
+    int64_t d = 0;
+    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth)
+      StoreScaled<kWidth>(from + d, factor, to + d);
+    if constexpr (kWidth > 8)
+      if (d + 16 <= head_dim) {
+        StoreScaled<8>(from + d, factor, to + d);
+        d += 16;
+      }
+    if constexpr (kWidth > 4)
+      if (d < head_dim) StoreScaled<4>(from + d, factor, to + d);
+    if (t.lse != nullptr)
+      t.lse[token * t.lse_token + head * t.lse_head] =
+          sum[r] == 0.0f ? -__builtin_inff() : max[r] + __builtin_logf(sum[r]);
+  }
+}
+
+void Exp(const float* x, float* y, int64_t n) {
+  for (int64_t i = 0; i < n; i += kWidth)
+    Store(y + i, ExpNonPositive<kWidth>(Load<VecF<kWidth>>(x + i)));
+}
+
+}  // namespace
+
+extern const AttendKernels kAttendKernels = {Attend<float>, Attend<Bf16>, Attend<F16>, Exp};
+
+}  // namespace KV_ISA_NAMESPACE
+}  // namespace kvcore

@@ -1,0 +1,23 @@
+#include "ops/op_table.h"
+
+#include "cpu/cpu_ops.h"
+
+namespace kvcore {
+
+const OpTable& GetCudaOps();  // cuda/op_table.cu, or cuda/no_cuda.cc in a CPU build
+
+const OpTable& GetOps(Device device) {
+  static constexpr OpTable kCpuOps = {
+      .append_kv = AppendKvCpu,
+      .attend = AttendCpu,
+      .score_rkv = ScoreRkvCpu,
+      .score_random = ScoreRandomCpu,
+      .select_slots = SelectSlotsCpu,
+      .evict_slots = EvictSlotsCpu,
+      .copy_blocks = CopyBlocksCpu,
+      .sample_tokens = SampleTokensCpu,
+  };
+  return device == Device::kCuda ? GetCudaOps() : kCpuOps;
+}
+
+}  // namespace kvcore

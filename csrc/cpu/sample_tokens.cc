@@ -1,0 +1,255 @@
+// Entropy and one draw per row: two vectorised passes over the vocabulary, then a selection among
+// the few candidates that can matter.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "base/parallel.h"
+#include "base/rng.h"
+#include "cpu/cpu_ops.h"
+#include "cpu/sample_kernels.h"
+
+namespace kvcore {
+namespace {
+
+// Without top-k the draw nearly always lands among this many largest logits.
+constexpr int64_t kFirstTry = 128;
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+int64_t RoundUp64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+int64_t PeakBytes(int64_t columns) {
+  return RoundUp64(static_cast<int64_t>(sizeof(float)) *
+                   ((columns + kSampleBlock - 1) / kSampleBlock));
+}
+int64_t ThreadScratchBytes(int64_t columns) {
+  return RoundUp64(static_cast<int64_t>(sizeof(SampleCandidate)) * columns) +
+         2 * PeakBytes(columns);
+}
+
+// The order in which probabilities accumulate: largest first, then the lower id.
+bool Before(const SampleCandidate& a, const SampleCandidate& b) {
+  return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+}
+
+double Mass(const SampleCandidate* first, const SampleCandidate* last) {
+  double mass = 0;
+  for (; first != last; ++first) mass += static_cast<double>(first->weight);
+  return mass;
+}
+
+struct Crossing {
+  int64_t index;  // c[0..index] are then the index + 1 first candidates, c[index] the last of them
+  double mass;    // of c[0..index]
+};
+
+// Finds the first candidate at which the accumulated weight satisfies reached(mass), which must be
+// monotonic, by quickselect; rearranges the candidates. The last candidate when nothing does.
+template <typename Reached>
+Crossing FindCrossing(SampleCandidate* c, int64_t count, Reached&& reached) {
+  int64_t begin = 0, end = count;
+  double before = 0;
+  while (end - begin > 64) {
+    const int64_t middle = begin + (end - begin) / 2;
+    std::nth_element(c + begin, c + middle, c + end, Before);
+    const double mass = before + Mass(c + begin, c + middle);
+    if (reached(mass)) {
+      end = middle;
+    } else {
+      before = mass;
+      begin = middle;
+    }
+  }
+  std::sort(c + begin, c + end, Before);
+  for (int64_t i = begin;; ++i) {
+    before += static_cast<double>(c[i].weight);
+    if (reached(before) || i == end - 1) return {i, before};
+  }
+}
+
+class RowSampler {
+ public:
+  RowSampler(DType dtype, int64_t vocab, int64_t columns, char* scratch)
+      : kernels_(KV_ISA_TABLE(kSampleKernels)), dtype_(dtype), vocab_(vocab) {
+    num_blocks_ = (vocab + kSampleBlock - 1) / kSampleBlock;
+    peaks_ = reinterpret_cast<float*>(scratch);
+    sorted_peaks_ = reinterpret_cast<float*>(scratch + PeakBytes(columns));
+    candidates_ = reinterpret_cast<SampleCandidate*>(scratch + 2 * PeakBytes(columns));
+  }
+
+  struct Result {
+    int64_t token = -1;
+    float entropy = kNan, logprob = kNan;
+  };
+
+  Result Sample(const void* logits, float temperature, int64_t top_k, float top_p, double uniform) {
+    logits_ = logits;
+    if (!kernels_.block_peaks(logits, dtype_, vocab_, peaks_)) return {};
+    peak_ = *std::max_element(peaks_, peaks_ + num_blocks_);
+    if (peak_ == -std::numeric_limits<float>::infinity()) return {};
+    // The total over the whole vocabulary is wanted only where nothing else bounds the candidates.
+    const bool unbounded = temperature > 0 && top_k == 0;
+    inverse_temperature_ = unbounded
+                               ? std::clamp(1.0f / temperature, std::numeric_limits<float>::min(),
+                                            std::numeric_limits<float>::max())
+                               : 1.0f;
+    const SampleSums sums = kernels_.sums(logits, dtype_, vocab_, peak_, inverse_temperature_);
+    const SampleCandidate chosen =
+        temperature == 0 ? Largest() : Draw(temperature, top_k, top_p, uniform, sums.scaled_mass);
+    Result r;
+    r.token = chosen.id;
+    r.entropy = static_cast<float>(std::max(0.0, std::log(sums.mass) - sums.moment / sums.mass));
+    r.logprob = static_cast<float>(static_cast<double>(chosen.logit) - peak_ - std::log(sums.mass));
+    return r;
+  }
+
+ private:
+  SampleCandidate Largest() {
+    const int64_t count = Collect(peak_);
+    return *std::min_element(candidates_, candidates_ + count, Before);
+  }
+
+  SampleCandidate Draw(float temperature, int64_t top_k, float top_p, double uniform,
+                       double scaled_mass) {
+    const bool nucleus = top_p < 1;
+    int64_t count = CollectLargest(top_k > 0 ? top_k : kFirstTry, temperature);
+    double total = Mass(candidates_, candidates_ + count);
+    if (top_k == 0) {
+      const double need = (nucleus ? static_cast<double>(top_p) : uniform) * scaled_mass;
+      if (total <= need) count = CollectMass(need, temperature);
+      total = scaled_mass;
+    }
+    if (nucleus) {
+      const double need = static_cast<double>(top_p) * total;
+      const Crossing last =
+          FindCrossing(candidates_, count, [need](double mass) { return mass >= need; });
+      count = last.index + 1;
+      total = last.mass;
+    }
+    const double need = uniform * total;
+    return candidates_[FindCrossing(candidates_, count, [need](double mass) {
+                         return mass > need;
+                       }).index];
+  }
+
+  int64_t Collect(float threshold) {
+    return kernels_.collect(logits_, dtype_, vocab_, peaks_, threshold, candidates_);
+  }
+
+  // Makes candidates_ the `limit` first in order, those of weight 0 left out; returns how many.
+  int64_t CollectLargest(int64_t limit, float temperature) {
+    // The limit-th largest block maximum is a lower bound of the limit-th largest logit.
+    float threshold = -std::numeric_limits<float>::infinity();
+    if (limit <= num_blocks_) {
+      std::copy(peaks_, peaks_ + num_blocks_, sorted_peaks_);
+      std::nth_element(sorted_peaks_, sorted_peaks_ + (limit - 1), sorted_peaks_ + num_blocks_,
+                       std::greater<float>());
+      threshold = sorted_peaks_[limit - 1];
+    }
+    int64_t count = Collect(threshold);
+    if (count > limit) {
+      std::nth_element(candidates_, candidates_ + (limit - 1), candidates_ + count, Before);
+      count = limit;
+    }
+    return Weigh(count, temperature);
+  }
+
+  // Makes candidates_ the largest logits that together weigh more than `need`, or all of them.
+  int64_t CollectMass(double need, float temperature) {
+    float thresholds[kSampleLevels];
+    double masses[kSampleLevels];
+    for (int i = 0; i < kSampleLevels; ++i)
+      thresholds[i] = peak_ - temperature * static_cast<float>(2 * i + 2);
+    kernels_.mass_above(logits_, dtype_, vocab_, peak_, inverse_temperature_, thresholds, masses);
+    const double surely = need * (1 + 1e-5);  // the sums round
+    for (int i = 0; i < kSampleLevels; ++i)
+      if (masses[i] > surely) return Weigh(Collect(thresholds[i]), temperature);
+    return Weigh(Collect(-std::numeric_limits<float>::infinity()), temperature);
+  }
+
+  // Weighs the candidates and leaves out those of weight 0; returns how many remain.
+  int64_t Weigh(int64_t count, float temperature) {
+    kernels_.weigh(candidates_, count, peak_, temperature);
+    return std::partition(candidates_, candidates_ + count,
+                          [](const SampleCandidate& c) { return c.weight > 0; }) -
+           candidates_;
+  }
+
+  const SampleKernels& kernels_;
+  const DType dtype_;
+  const int64_t vocab_;
+  int64_t num_blocks_;
+  const void* logits_ = nullptr;
+  float peak_ = 0, inverse_temperature_ = 1;
+  float* peaks_;         // [num_blocks_]
+  float* sorted_peaks_;  // [num_blocks_]
+  SampleCandidate* candidates_;
+};
+
+void CheckParams(const SampleTokensParams& p, Dims* dims) {
+  MatchTensor({"rows", "columns"}).Floating().InnerContiguous().Check(p.logits, "logits", dims);
+  const auto per_row = [&](const TensorView& t, DType dtype, const char* name) {
+    MatchTensor({"rows"}).DType(dtype).Contiguous().Check(t, name, dims);
+  };
+  per_row(p.temperature, DType::kF32, "temperature");
+  per_row(p.top_k, DType::kI32, "top_k");
+  per_row(p.top_p, DType::kF32, "top_p");
+  per_row(p.rng_key, DType::kI64, "rng_key");
+  per_row(p.rng_counter, DType::kI64, "rng_counter");
+  per_row(p.token, DType::kI64, "token");
+  per_row(p.entropy, DType::kF32, "entropy");
+  per_row(p.logprob, DType::kF32, "logprob");
+  const int64_t columns = (*dims)["columns"];
+  KV_CHECK(columns <= std::numeric_limits<int32_t>::max())
+      << "logits: expected fewer than 2^31 columns, got " << columns;
+  KV_CHECK(p.vocab >= 1 && p.vocab <= columns)
+      << "vocab: expected 1 <= vocab <= " << columns << ", got " << p.vocab;
+  for (int64_t row = 0; row < (*dims)["rows"]; ++row) {
+    const float temperature = p.temperature.ptr<float>()[row], top_p = p.top_p.ptr<float>()[row];
+    KV_CHECK(temperature >= 0 && std::isfinite(temperature))
+        << "temperature[" << row << "]: expected a finite number >= 0, got " << temperature;
+    KV_CHECK(p.top_k.ptr<int32_t>()[row] >= 0)
+        << "top_k[" << row << "]: expected >= 0, got " << p.top_k.ptr<int32_t>()[row];
+    KV_CHECK(top_p > 0 && top_p <= 1)
+        << "top_p[" << row << "]: expected a number in (0, 1], got " << top_p;
+  }
+}
+
+}  // namespace
+
+int64_t SampleTokensScratchBytes(int64_t columns, int threads) {
+  return 64 + threads * ThreadScratchBytes(columns);
+}
+
+void SampleTokensCpu(const SampleTokensParams& p, Stream) {
+  Dims dims;
+  CheckParams(p, &dims);
+  const int64_t rows = dims["rows"], columns = dims["columns"];
+  if (rows == 0) return;
+  const int64_t need = SampleTokensScratchBytes(columns, NumThreads());
+  MatchTensor({"bytes"}).DType(DType::kU8).Contiguous().Check(p.scratch, "scratch", &dims);
+  KV_CHECK(p.scratch.shape[0] >= need)
+      << "scratch: expected >= " << need << " bytes, got " << p.scratch.shape[0];
+
+  char* const scratch = reinterpret_cast<char*>(
+      RoundUp64(static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.scratch.data))));
+  const int64_t row_bytes = p.logits.stride[0] * DTypeBytes(p.logits.dtype);
+  ParallelFor(rows, 1, [&](int64_t begin, int64_t end, int thread_id) {
+    RowSampler sampler(p.logits.dtype, p.vocab, columns,
+                       scratch + thread_id * ThreadScratchBytes(columns));
+    for (int64_t row = begin; row < end; ++row) {
+      const double uniform =
+          UniformDouble(static_cast<uint64_t>(p.rng_key.ptr<int64_t>()[row]),
+                        static_cast<uint64_t>(p.rng_counter.ptr<int64_t>()[row]));
+      const RowSampler::Result r =
+          sampler.Sample(static_cast<const char*>(p.logits.data) + row * row_bytes,
+                         p.temperature.ptr<float>()[row], p.top_k.ptr<int32_t>()[row],
+                         p.top_p.ptr<float>()[row], uniform);
+      p.token.ptr<int64_t>()[row] = r.token;
+      p.entropy.ptr<float>()[row] = r.entropy;
+      p.logprob.ptr<float>()[row] = r.logprob;
+    }
+  });
+}
+
+}  // namespace kvcore
