@@ -153,25 +153,25 @@ TEST(NumThreadsDeathTest, EnvironmentSetsTheDefault) {
   std::atomic<int64_t> sum{0};
   ParallelFor(64, 1, [&](int64_t begin, int64_t, int) { sum += begin; });
   const std::string before = ParallelBackend();
-  void* runtime = dlopen("libgomp.so.1", RTLD_NOW);
+  if (dlopen("libgomp.so.1", RTLD_NOW | RTLD_LOCAL) == nullptr) {
+    std::fprintf(stderr, "no OpenMP runtime installed\n");
+    std::_Exit(0);
+  }
   ParallelFor(64, 1, [&](int64_t begin, int64_t, int) { sum += begin; });
   try {
     ParallelFor(64, 1, [](int64_t, int64_t, int) { throw Error("through openmp"); });
   } catch (const Error&) {
     sum += 1;
   }
-  std::fprintf(stderr, "%s then %s, sum %d, runtime %d\n", before.c_str(), ParallelBackend(),
-               static_cast<int>(sum.load()), runtime != nullptr);
-  std::exit(0);
+  std::fprintf(stderr, "%s then %s, sum %d\n", before.c_str(), ParallelBackend(),
+               static_cast<int>(sum.load()));
+  std::_Exit(0);
 }
 
 TEST(ParallelDeathTest, OpenMpOfTheProcessIsUsedOnceLoaded) {
-  void* runtime = dlopen("libgomp.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (runtime == nullptr) GTEST_SKIP() << "no OpenMP runtime installed";
-  dlclose(runtime);
   testing::FLAGS_gtest_death_test_style = "threadsafe";
   EXPECT_EXIT(UseOpenMp(), testing::ExitedWithCode(0),
-              "own pool then openmp \\(libgomp.*\\), sum 4033, runtime 1");
+              "own pool then openmp \\(libgomp.*\\), sum 4033|no OpenMP runtime installed");
 }
 
 }  // namespace

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcore.config import EvictionConfig
 from kvcore.eval.grading import extract_answer
 from kvcore.search.results import Solution
 from kvcore.view.trace import finite
@@ -75,17 +74,6 @@ def format_bytes(count: float) -> str:
         count /= 1024
         unit += 1
     return f"{count:.0f} {_UNITS[unit]}" if unit == 0 else f"{count:.3g} {_UNITS[unit]}"
-
-
-def eviction_notice(eviction: EvictionConfig, fired: int) -> str | None:
-    """A line when eviction was asked for and ``fired`` 0 times, else None."""
-    if not eviction.evicts or fired:
-        return None
-    limit = f"{eviction.trigger} entries (budget + headroom)"
-    return (
-        f"eviction was asked for ({eviction.policy}, budget {eviction.budget}) and never fired: "
-        f"no cache reached {limit}{' besides the prompt' if eviction.protect_prompt else ''}"
-    )
 
 
 def _steps_text(solutions: Sequence[Solution]) -> str:

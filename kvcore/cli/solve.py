@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvcore import __version__
 from kvcore.cli.errors import Failure, UsageError, bad_value_is, in_flags
-from kvcore.cli.report import eviction_notice, summary_rows, write_json
+from kvcore.cli.report import summary_rows, write_json
 from kvcore.cli.screen import Screen
 from kvcore.cli.settings import Job
 from kvcore.config import EngineConfig
@@ -158,9 +158,6 @@ def _search(job: Job, models: _Models, console: Console, trace: TraceWriter | No
                 trace.write(ProblemEnded(solution).to_json())
     if solutions:
         screen.table(summary_rows(solutions, seconds))
-    notice = eviction_notice(job.eviction, base.stats.evictions)
-    if notice is not None:
-        screen.line(f"note: {notice}", "magenta")
     if job.json is not None and solutions:
         write_json(job.json, solutions, several=len(job.questions) > 1)
     done = sum(solution.finish not in ("interrupted", "error") for solution in solutions)

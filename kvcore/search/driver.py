@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvcore.config import SearchConfig, require, require_int
+from kvcore.config import EvictionConfig, SearchConfig, require, require_int
 from kvcore.search.ports import Ports
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt, Translator, translator
 from kvcore.search.results import Solution, Source, TraceEvent, Warned
@@ -52,6 +52,17 @@ def _check_engine(name: str, engine: Engine) -> None:
         )
     if model.tokenizer is None:
         raise ValueError(f"{name}: expected a model with a tokenizer, got {model.name!r} without")
+
+
+def eviction_notice(eviction: EvictionConfig, fired: int) -> str | None:
+    """A line when eviction was asked for and fired 0 times, else None: it must not stay silent."""
+    if not eviction.evicts or fired:
+        return None
+    limit = f"{eviction.trigger} entries (budget + headroom)"
+    return (
+        f"eviction was asked for ({eviction.policy}, budget {eviction.budget}) and never fired: "
+        f"no cache reached {limit}{' besides the prompt' if eviction.protect_prompt else ''}"
+    )
 
 
 class Search:
@@ -147,7 +158,7 @@ class Search:
 
     def _run(self) -> Iterator[Solution]:
         active = self._stepper.active
-        fired = self._base.stats.evictions if self._base.eviction.evicts else 0
+        fired = self._base.stats.evictions
         try:
             for message in self.warnings:
                 self._emit(Warned(message))
@@ -176,15 +187,10 @@ class Search:
         self._backend.poll(timeout=_SCORER_WAIT)
 
     def _tell_idle_eviction(self, before: int) -> None:
-        """An eviction that was asked for and never fired is reported, not silent."""
-        eviction = self._base.eviction
-        if eviction.evicts and self._base.stats.evictions == before:
-            self.warnings.append(
-                f"eviction was asked for ({eviction.policy}, budget {eviction.budget}) and never "
-                f"fired: no cache reached {eviction.trigger} entries (budget + headroom)"
-                + (" besides the prompt" if eviction.protect_prompt else "")
-            )
-            self._emit(Warned(self.warnings[-1]))
+        notice = eviction_notice(self._base.eviction, self._base.stats.evictions - before)
+        if notice is not None:
+            self.warnings.append(notice)
+            self._emit(Warned(notice))
 
     def _on_solved(self, solution: Solution) -> None:
         self.solutions.append(solution)

@@ -1,0 +1,115 @@
+# make test   lint, C++ tests, Python tests; sets up what is missing on the way
+# make bench  benchmarks          make demo  KV-Rescue on two models of yours
+#
+# Every pip install takes constraints.txt: the versions the tests run with.
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -q -c constraints.txt
+INSTALLED := $(VENV)/.installed
+
+export MAX_JOBS := $(JOBS)
+export PYTHONDONTWRITEBYTECODE := 1
+# The isolated build of the package takes the same versions (the second name is that of pip >= 25.3).
+export PIP_CONSTRAINT := $(abspath constraints.txt)
+export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
+
+CPP_FILES := $(shell find csrc cpp_tests bench -name '*.h' -o -name '*.cc' -o -name '*.inc' \
+                    -o -name '*.cu' -o -name '*.cuh')
+PACKAGE_FILES := pyproject.toml setup.py MANIFEST.in CMakeLists.txt LICENSE constraints.txt \
+                 $(wildcard README.md) \
+                 $(shell find csrc kvcore -type f ! -name '*.pyc' ! -name '*.so')
+
+.PHONY: test lint format test-cpp test-asan test-py venv deps wheel bench demo clean
+
+test: lint test-cpp test-asan test-py
+
+# ---- set-up
+
+venv: $(INSTALLED)
+
+# torch first, so that nothing else chooses its version.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch
+
+$(INSTALLED): $(BIN)/python $(PACKAGE_FILES) | deps
+	$(INSTALL) '.[gguf,test,dev]'
+	@touch $@
+
+DEBIAN := g++ cmake ninja-build libgtest-dev libbenchmark-dev zlib1g-dev
+HEADERS := '\#include <gtest/gtest.h>\n\#include <benchmark/benchmark.h>\n\#include <zlib.h>\n'
+deps:
+	@if printf $(HEADERS) | $(CXX) -std=c++20 -fsyntax-only -x c++ - 2>/dev/null \
+	    && command -v cmake >/dev/null && command -v ninja >/dev/null; then :; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $(DEBIAN); \
+	else \
+	  echo "The C++ tests need a C++20 compiler, cmake, ninja, and GoogleTest, Google Benchmark"; \
+	  echo "and zlib with their headers. On Debian or Ubuntu: apt-get install $(DEBIAN)"; exit 1; \
+	fi
+
+# ---- checks
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+test-cpp: deps
+	cmake -S . -B build -G Ninja -DKVCORE_BUILD_TESTS=ON
+	cmake --build build -j $(JOBS)
+	ctest --test-dir build --output-on-failure -j $(JOBS)
+
+# The tests of what owns memory, under AddressSanitizer and UndefinedBehaviorSanitizer.
+SANITIZED = $(basename $(notdir $(shell grep -lE 'KvStore|BlockPool|include "detect/' \
+              cpp_tests/*_test.cc)))
+test-asan: deps
+	cmake -S . -B build-asan -G Ninja -DKVCORE_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DKVCORE_SANITIZE=address,undefined
+	cmake --build build-asan -j $(JOBS) --target $(SANITIZED)
+	for test in $(SANITIZED); do build-asan/cpp_tests/$$test --gtest_brief=1 || exit 1; done
+
+# From python_tests, so that `import kvcore` finds the installed package and not the source tree.
+test-py: $(INSTALLED)
+	cd python_tests && $(BIN)/python -m pytest -q -p no:cacheprovider .
+
+# ---- uses
+
+wheel: $(INSTALLED)
+	$(PIP) wheel -q -c constraints.txt --no-deps -w dist .
+
+bench: deps $(INSTALLED)
+	cmake -S . -B build-bench -G Ninja -DKVCORE_BUILD_BENCH=ON
+	cmake --build build-bench -j $(JOBS)
+	for bench in build-bench/bench/*_bench; do $$bench || exit 1; done
+	$(BIN)/python bench/decode.py
+	@echo "These need models or data and print their usage with --help: bench/gsm8k_rescue.py,"
+	@echo "bench/degenerate_report.py"
+
+# BASE and HELPER: directories of two models with the same tokenizer. BUDGET: entries kept per lane.
+BUDGET ?= 128
+QUESTION ?= What is the sum of the first 20 odd numbers?
+demo: $(INSTALLED)
+	@if [ -z "$(BASE)" ] || [ -z "$(HELPER)" ]; then \
+	  echo "make demo runs KV-Rescue: a base model whose cache is evicted, and a smaller helper with a"; \
+	  echo "full cache and the same tokenizer (Qwen2, Qwen3 or Llama)."; \
+	  [ -n "$(BASE)" ] || echo "missing: BASE=directory of the base model"; \
+	  [ -n "$(HELPER)" ] || echo "missing: HELPER=directory of the helper model"; \
+	  echo "Example: make demo BASE=models/qwen2.5-1.5b HELPER=models/qwen2.5-0.5b"; exit 1; \
+	fi
+	$(BIN)/kvcore solve --base "$(BASE)" --helper "$(HELPER)" --budget $(BUDGET) \
+	  --question "$(QUESTION)"
+
+clean:
+	rm -rf build build-asan build-bench dist kvcore.egg-info

@@ -1,0 +1,149 @@
+// Decode attention of one sequence and one layer: 4 kv heads, 28 query heads, head_dim 128, bf16,
+// one thread. Warm: the same lanes again and again. Cold: lanes in turn from a pool larger than the
+// caches. ReadBound reads the same blocks and does nothing else.
+#include <benchmark/benchmark.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "base/parallel.h"
+#include "bench_cache.h"
+#include "cpu/cpu_ops.h"
+#include "cpu/isa.h"
+#include "support/attend_oracle.h"
+
+namespace kvcore {
+namespace {
+
+constexpr int64_t kKvHeads = 4, kQueryHeads = 28, kHeadDim = 128;
+constexpr int64_t kColdBytes = 640ll << 20;
+
+// One decode call; the row can be exchanged.
+class Decode {
+ public:
+  Decode()
+      : query_(DType::kBF16, {1, kQueryHeads, kHeadDim}),
+        out_(query_),
+        scratch_(DType::kU8, {1 << 20}) {
+    std::mt19937_64 rng(1);
+    query_.FillNormal(rng);
+    p_.query = query_.view();
+    p_.out = out_.view();
+    p_.scratch = scratch_.view();
+    p_.batch = {MakeView(&row_, DType::kI32, {1}), MakeView(cu_, DType::kI32, {2})};
+    p_.scale = 1.0f / std::sqrt(static_cast<float>(kHeadDim));
+  }
+  Decode(const Decode&) = delete;
+  Decode& operator=(const Decode&) = delete;
+
+  void Run(const KvCacheView& view, int64_t row) {
+    row_ = static_cast<int32_t>(row);
+    AttendCpu(view, p_, 0);
+  }
+  const OwnedTensor& query() const { return query_; }
+  const OwnedTensor& out() const { return out_; }
+  double scale() const { return p_.scale; }
+
+ private:
+  OwnedTensor query_, out_, scratch_;
+  int32_t row_ = 0, cu_[2] = {0, 1};
+  AttendParams p_;
+};
+
+bool MatchesOracle(int64_t slots) {
+  LaneShape shape;
+  shape.dtype = DType::kBF16;
+  shape.kv_heads = kKvHeads;
+  shape.q_heads = kQueryHeads;
+  shape.head_dim = kHeadDim;
+  shape.max_blocks = BlocksFor(slots);
+  const LaneFixture cache(shape, std::vector<int32_t>(kKvHeads, static_cast<int32_t>(slots)), 1);
+  Decode decode;
+  decode.Run(cache.view(), 0);
+  const AttendResult expected = AttendOracle(cache, decode.query(), {0}, {0, 1}, 0, decode.scale());
+  for (int64_t i = 0; i < decode.out().numel(); ++i) {
+    const double want = expected.out[static_cast<size_t>(i)];
+    if (!(std::fabs(decode.out().At(i) - want) <= 1e-5 + std::fabs(want) / 200)) return false;
+  }
+  return true;
+}
+
+#if defined(__x86_64__)
+__attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#endif
+void ReadBlocks(const BenchCache& cache, int64_t row) {
+  const KvCacheView& v = cache.view();
+  const int64_t entries = kKvHeads * v.max_blocks(), lines = BlockElements(kHeadDim) / 32;
+  typedef uint64_t Line __attribute__((vector_size(64)));
+  Line sum[4] = {};
+  for (int64_t i = 0; i < entries; ++i) {
+    const int64_t block = cache.table()[static_cast<size_t>(row * entries + i)];
+    for (const TensorView* t : {&v.key_blocks, &v.value_blocks}) {
+      const char* p = t->ptr<char>() + block * BlockElements(kHeadDim) * 2;
+      for (int64_t w = 0; w < lines; w += 4, p += 256) {
+        Line line[4];
+        std::memcpy(line, p, 256);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) sum[k] += line[k];
+      }
+    }
+  }
+  benchmark::DoNotOptimize(sum);
+}
+
+enum Mode { kWarm, kCold };
+
+void Bench(benchmark::State& state, int64_t slots, Mode mode, Isa isa, bool read_only) {
+  SetNumThreads(1);
+  SetIsa(isa);
+  if (!read_only && !MatchesOracle(slots)) {
+    state.SkipWithError("result differs from the oracle");
+    return;
+  }
+  const int64_t row_bytes = kKvHeads * BlocksFor(slots) * BlockElements(kHeadDim) * 2 * 2;
+  const int64_t rows = mode == kWarm ? 1 : kColdBytes / row_bytes;
+  const BenchCache cache(rows, 1, kKvHeads, kHeadDim, slots);
+  Decode decode;
+  CallTimer timer(state);
+  const auto call = [&](int64_t row) {
+    if (read_only)
+      ReadBlocks(cache, row);
+    else
+      decode.Run(cache.view(), row);
+  };
+  int64_t row = 0;
+  for (int i = 0; i < 100; ++i) call(row = (row + 1) % rows);
+  for (auto _ : state) timer.Time([&] { call(row = (row + 1) % rows); });
+  timer.Report(static_cast<double>(row_bytes));
+}
+
+void Register() {
+  for (int64_t slots : {192, 640})
+    for (Mode mode : {kWarm, kCold}) {
+      const std::string shape =
+          "/slots:" + std::to_string(slots) + (mode == kWarm ? "/warm" : "/cold");
+      const auto add = [&](const std::string& name, Isa isa, bool read_only) {
+        benchmark::RegisterBenchmark(
+            (name + shape).c_str(),
+            [=](benchmark::State& s) { Bench(s, slots, mode, isa, read_only); })
+            ->UseManualTime()
+            ->Unit(benchmark::kMicrosecond);
+      };
+      for (Isa isa : {Isa::kBase, Isa::kV3, Isa::kV4, Isa::kV4Bf16})
+        if (IsaSupported(isa)) add(std::string("Attend/isa:") + IsaName(isa), isa, false);
+      add("ReadBound", ActiveIsa(), true);
+    }
+}
+
+}  // namespace
+}  // namespace kvcore
+
+int main(int argc, char** argv) {
+  kvcore::Register();
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::RunSpecifiedBenchmarks();
+  return 0;
+}

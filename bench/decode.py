@@ -1,0 +1,187 @@
+"""Decode speed of the engine against transformers' generate, stock and with prepacked linears.
+
+    python bench/decode.py [--model DIR] [--batch 1 8 32] [--new-tokens 64] [--json FILE]
+
+Without a model: random weights in the shape of Qwen2.5-0.5B, which decode at the same speed.
+Greedy decoding of the same prompts by all three, in one process and with the same threads.
+Correctness comes
+first: every bf16 run is compared with generate's tokens, teacher-forced through the stock model; a
+    token
+counts as right when its logit is within a bf16 rounding step of the largest. A run's rate is the
+tokens after the first of each sequence over the time they took: loading and prefill are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+from kvcore.config import EngineConfig, SamplingParams
+from kvcore.engine import Engine, GenerateSpec
+from kvcore.models import bind_model
+from kvcore.models.prepack import prepack_linears
+from kvcore.native import _C
+
+PROMPT = (
+    "Question {i}: a farmer sells {a} eggs a day at {b} dollars each. "
+    "Explain step by step what {c} days bring, and what remains after feed for {a} dollars."
+)
+QWEN_05B = Qwen2Config(
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    max_position_embeddings=32768,
+    tie_word_embeddings=True,
+)
+LOGIT_TOLERANCE = 0.25  # two bf16 steps at magnitude 32, the size of this family's largest logits
+
+
+def cpu_name() -> str:
+    """Model name of the processor, for the record."""
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def load_transformers(path: str | None) -> torch.nn.Module:
+    """A bf16 model that never stops before it is told to."""
+    if path is None:
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(QWEN_05B).to(torch.bfloat16)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def make_prompts(path: str | None, count: int) -> list[list[int]]:
+    """Prompts of one length, so that generate needs no padding."""
+    if path is None:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, 50_000, (count, 45), generator=generator).tolist()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    texts = [PROMPT.format(i=10 + i, a=20 + i, b=2 + i % 7, c=3 + i % 5) for i in range(count)]
+    ids = [tokenizer(t)["input_ids"] for t in texts]
+    shortest = min(map(len, ids))
+    return [x[:shortest] for x in ids]
+
+
+def run_engine(engine: Engine, prompts: list[list[int]], count: int) -> tuple[list, float, float]:
+    """(tokens, decode tokens per second, share of the decode steps spent outside the forward)."""
+    spec = GenerateSpec(SamplingParams(temperature=0.0, max_new_tokens=count))
+    ids = [engine.add(p, spec) for p in prompts]
+    done: dict[int, list[int]] = {}
+    produced = first = 0
+    start = forward = 0.0
+    while engine.has_work:
+        events = engine.step()
+        produced += sum(e.token is not None for e in events)
+        done.update({e.seq: e.generation.tokens for e in events if e.generation})
+        if not first and produced >= len(prompts):
+            start, forward, first = time.perf_counter(), engine.stats.forward_seconds, produced
+    seconds = time.perf_counter() - start
+    outside = 1 - (engine.stats.forward_seconds - forward) / seconds
+    for i in ids:
+        engine.release(i)
+    return [done[i] for i in ids], (produced - first) / seconds, outside
+
+
+@torch.inference_mode()
+def run_transformers(model, prompts: list[list[int]], count: int) -> tuple[list, float]:
+    """(tokens, decode tokens per second) of generate; the first forward, the prefill, is left
+    out.
+    """
+    ids = torch.tensor(prompts)
+    ends: list[float] = []
+    hook = model.register_forward_hook(lambda *_: ends.append(time.perf_counter()))
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+    )
+    seconds = time.perf_counter() - ends[0]
+    hook.remove()
+    return out[:, ids.shape[1] :].tolist(), len(prompts) * (count - 1) / seconds
+
+
+@torch.inference_mode()
+def wrong_tokens(stock, prompts: list[list[int]], outputs: list[list[int]]) -> int:
+    """Tokens whose logit under the stock model lies below the largest by more than rounding."""
+    wrong = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = stock(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(output)[:, None]).squeeze(1)
+        wrong += int((logits.max(1).values - chosen > LOGIT_TOLERANCE).sum())
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="checkpoint directory")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", help="write the rows here")
+    args = parser.parse_args()
+
+    stock, packed = load_transformers(args.model), load_transformers(args.model)
+    prepack_linears(packed)
+    bound = bind_model(load_transformers(args.model), None)
+    object.__setattr__(bound, "eos_ids", frozenset())  # all three decode the same number of tokens
+    engine = Engine(bound, EngineConfig(max_seqs=max(args.batch), context_len=2048))
+    rows = []
+    for batch in args.batch:
+        prompts = make_prompts(args.model, batch)
+        outputs, _, _ = run_engine(engine, prompts, 16)  # also warms up
+        wrong = wrong_tokens(stock, prompts, outputs)
+        if wrong:
+            sys.exit(f"batch {batch}: {wrong} tokens are not arg-max of the stock model")
+        rates: dict[str, list[float]] = {"kvcore": [], "hf_stock": [], "hf_prepacked": []}
+        shares = []
+        for _ in range(args.repeats):
+            _, rate, share = run_engine(engine, prompts, args.new_tokens)
+            rates["kvcore"].append(rate)
+            shares.append(share)
+            rates["hf_stock"].append(run_transformers(stock, prompts, args.new_tokens)[1])
+            rates["hf_prepacked"].append(run_transformers(packed, prompts, args.new_tokens)[1])
+        median = {name: statistics.median(values) for name, values in rates.items()}
+        row = {
+            "op": "decode",
+            "model": Path(args.model).name if args.model else "random, shape of Qwen2.5-0.5B",
+            "dtype": "bfloat16",
+            "device": cpu_name(),
+            "threads": _C.num_threads(),
+            "isa": _C.isa(),
+            "batch": batch,
+            "new_tokens": args.new_tokens,
+            "tokens_per_second": {k: round(v, 1) for k, v in median.items()},
+            "range": {k: [round(min(v), 1), round(max(v), 1)] for k, v in rates.items()},
+            "vs_stock": round(median["kvcore"] / median["hf_stock"], 2),
+            "vs_prepacked": round(median["kvcore"] / median["hf_prepacked"], 2),
+            "share_outside_forward": round(statistics.median(shares), 4),
+        }
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Every wrong input is one clear line, every right one reaches its setting. No model is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cli_tools import (
+    FakeSearch,
+    install_fake,
+    make_model_dir,
+    run,
+)
+
+from kvcore.cli import solve as solve_module
+from kvcore.cli.errors import FLAGS, in_flags
+from kvcore.cli.settings import Job
+from kvcore.config import (
+    DetectorConfig,
+    EngineConfig,
+    EvictionConfig,
+    SamplingParams,
+    SearchConfig,
+)
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    return make_model_dir(tmp_path)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSearch]:
+    return install_fake(monkeypatch)
+
+
+# ---- what is refused before anything runs --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--budget", "0"], "--budget: expected an integer >= 1, got 0"),
+        (["--budget", "-3"], "--budget: expected an integer >= 1, got -3"),
+        (["--budget", "many"], "--budget"),
+        (["--evict", "rkv"], "--budget: expected an integer with policy 'rkv', got None"),
+        (["--evict", "full", "--budget", "64"], "--budget: expected None with policy 'full'"),
+        (["--evict", "full", "--protect", "4"], "--protect: expected only with a policy"),
+        (["--headroom", "64"], "--headroom: expected only with a policy that evicts"),
+        (["--evict", "nosuch", "--budget", "64"], "--evict: expected one of full, rkv"),
+        (["--budget", "64", "--headroom", "8"], "--headroom: expected more than protect (8)"),
+        (["--budget", "64", "--protect", "0"], "--protect: expected an integer >= 1"),
+        (["--budget", "64", "--window", "0"], "--window: expected an integer >= 1"),
+        (["--budget", "64", "--mix", "1.5"], "--mix: expected a number in [0, 1], got 1.5"),
+        (["--budget", "64", "--mix", "nan"], "--mix: expected a number in [0, 1], got nan"),
+        (["-n", "0"], "-n: expected an integer >= 1, got 0"),
+        (["-n", "two"], "'-n'"),
+        (["--n-helper", "2"], "--n-helper: expected 0 without --helper, got 2"),
+        (["--n-helper", "-1"], "--n-helper: expected an integer >= 0, got -1"),
+        (["--temperature", "-1"], "--temperature: expected a number >= 0"),
+        (["--temperature", "inf"], "--temperature: expected a number >= 0"),
+        (["--top-p", "0"], "--top-p: expected a number in (0, 1]"),
+        (["--top-k", "-1"], "--top-k: expected an integer >= 0"),
+        (["--max-step-tokens", "0"], "--max-step-tokens: expected an integer >= 1"),
+        (["--max-steps", "0"], "--max-steps: expected an integer >= 1"),
+        (["--max-tokens", "1"], "--max-tokens: expected an integer >= 2"),
+        (["--seed", "-1"], "--seed: expected an integer in [0,"),
+        (["--entropy-threshold", "0"], "--entropy-threshold: expected a number > 0"),
+        (["--gzip-threshold", "1"], "--gzip-threshold: expected a number in (0, 1)"),
+        (["--dtype", "int8"], "--dtype: expected one of bfloat16, float32"),
+        (["--threads", "0"], "--threads: expected an integer >= 1"),
+        (["--kv-gb", "0"], "--kv-gb: expected a number > 0"),
+        (["--kv-gb", "nan"], "--kv-gb: expected a number > 0"),
+        (["--max-seqs", "0"], "--max-seqs: expected an integer >= 1"),
+        (["--scorer", "best"], "--scorer: expected loglik, random, prm:DIR or a model directory"),
+        (["--scorer", "prm:/no/such"], "--scorer: expected a model directory, got '/no/such'"),
+        (["--scorer", "prm:"], "--scorer: expected a model directory"),
+        (["--helper", "/no/such"], "--helper: expected a model directory, got '/no/such'"),
+        (["--question", ""], "--question: expected some text, got ''"),
+        (["--question", " \n"], "--question: expected some text"),
+        (["--questions", "/no/such.jsonl"], "--questions: expected either --question or"),
+        (["--trace", "/no/such/folder/t.jsonl"], "--trace: expected an existing folder"),
+        (["--json", "/"], "--json: expected a file, got the directory '/'"),
+        (["--frobnicate"], "--frobnicate"),
+        (["surplus"], "surplus"),
+    ],
+)
+def test_wrong_input_is_one_clear_message_and_exit_code_2(
+    fake: type[FakeSearch], model_dir: Path, args: list[str], message: str
+) -> None:
+    result = run("solve", "--base", model_dir, "--question", "q?", *args)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "--base"),
+        (["--base", "/no/such"], "--base: expected a model directory, got '/no/such' (nothing th"),
+        (["--base", __file__], "(a file)"),
+        (["--base", str(Path(__file__).parent)], "(no config.json)"),
+    ],
+)
+def test_base_must_be_a_model_directory(args: list[str], message: str) -> None:
+    result = run("solve", *args, "--question", "q?")
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_a_question_is_needed(model_dir: Path) -> None:
+    result = run("solve", "--base", model_dir)
+    assert result.exit_code == 2
+    assert "--question: expected a question (or --questions FILE), got none" in result.stderr
+
+
+def test_bad_line_of_a_question_file_is_named(model_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"question": "a"}\n{"question": ""}\n')
+    result = run("solve", "--base", model_dir, "--questions", file)
+    assert result.exit_code == 2
+    assert f"{file}, line 2: expected a non-empty string" in result.stderr
+
+
+def test_unknown_command_and_no_command_are_usage_errors() -> None:
+    assert run("demonstrate").exit_code == 2
+    assert "No such command" in run("demonstrate").output
+    assert run().exit_code == 2
+    assert "Usage" in run().output
+
+
+def test_every_flag_that_messages_name_exists() -> None:
+    text = run("solve", "--help").stdout
+    assert run("solve", "--help").exit_code == 0
+    for flag in set(FLAGS.values()):
+        assert flag in text
+
+
+def test_documented_flags_are_those_that_exist() -> None:
+    flag = re.compile(r"--[a-z][a-z-]*")
+    documented = set(flag.findall((DOCS / "cli.md").read_text()))
+    existing = set(flag.findall(run("solve", "--help").stdout))
+    assert documented - {"--version"} == existing - {"--n", "--help"}
+
+
+def test_messages_keep_words_that_are_no_setting() -> None:
+    assert in_flags("top_p: expected 1") == "--top-p: expected 1"
+    assert in_flags("questions[3]: expected 1") == "--question: expected 1"
+    assert in_flags("file.jsonl, line 2: bad") == "file.jsonl, line 2: bad"
+    assert in_flags("no setting here") == "no setting here"
+
+
+# ---- flags become settings -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def job_of(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> Callable[..., Job]:
+    def job_of(*args: str) -> Job:
+        jobs: list[Job] = []
+        monkeypatch.setattr(solve_module, "run_job", jobs.append)
+        result = run("solve", "--base", model_dir, *args)
+        assert result.exit_code == 0, result.output
+        return jobs[0]
+
+    return job_of
+
+
+def test_defaults_are_those_of_the_library(job_of: Callable[..., Job]) -> None:
+    job = job_of("--question", "q?")
+    assert job.eviction == EvictionConfig()
+    assert job.search == SearchConfig()
+    assert job.engine == replace(EngineConfig(), context_len=SearchConfig().max_tokens)
+    assert (job.helper, job.system_prompt, job.dtype, job.threads) == (None, None, None, None)
+    assert str(job.scorer) == "loglik"
+    assert job.questions == ("q?",)
+
+
+def test_every_flag_reaches_its_setting(job_of: Callable[..., Job], model_dir: Path) -> None:
+    flags = (
+        "--question a --question b --n-helper 3 -n 2 --evict random --budget 32 --protect 5 "
+        "--headroom 40 --window 6 --mix 0.2 --protect-prompt --max-step-tokens 99 --max-steps 7 "
+        "--max-tokens 500 --temperature 0.5 --top-p 0.9 --top-k 11 --seed 13 "
+        "--entropy-threshold 5 --gzip-threshold 0.2 --repetition --dtype float32 --threads 1 "
+        "--kv-gb 0.5 --max-seqs 9 --system-prompt think"
+    )
+    helper = ["--helper", str(model_dir), "--scorer", f"prm:{model_dir}"]
+    job = job_of(*flags.split(), *helper)
+    assert job.questions == ("a", "b")
+    assert job.eviction == EvictionConfig(
+        "random", 32, protect=5, headroom=40, window=6, mix=0.2, protect_prompt=True, seed=13
+    )
+    assert job.search == SearchConfig(
+        n=2,
+        n_helper=3,
+        sampling=SamplingParams(0.5, 0.9, 11, 99),
+        max_steps=7,
+        max_tokens=500,
+        detector=DetectorConfig(entropy_threshold=5, gzip_threshold=0.2, repetition=True),
+        seed=13,
+    )
+    assert job.engine == EngineConfig(max_seqs=9, context_len=500, kv_bytes=2**29)
+    assert (job.dtype, job.threads, job.system_prompt) == ("float32", 1, "think")
+    assert (job.helper, job.scorer.path, job.scorer.kind) == (model_dir, model_dir, "prm")
+
+
+def test_budget_alone_means_rkv_and_no_detector_means_none(job_of: Callable[..., Job]) -> None:
+    job = job_of("--question", "q?", "--budget", "64", "--no-detector")
+    assert (job.eviction.policy, job.eviction.budget) == ("rkv", 64)
+    assert job.search.detector is None
+
+
+def test_questions_come_from_a_file_in_order(job_of: Callable[..., Job], tmp_path: Path) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"question": "a"}\n\n{"problem": "b", "answer": 3}\n')
+    assert job_of("--questions", str(file)).questions == ("a", "b")
