@@ -1,6 +1,7 @@
 // Decode attention of one sequence and one layer: 4 kv heads, 28 query heads, head_dim 128, bf16,
 // one thread. Warm: the same lanes again and again. Cold: lanes in turn from a pool larger than the
-// caches. ReadBound reads the same blocks and does nothing else.
+// caches. ReadBound reads the same blocks and does nothing else. Prefill: a prompt of 512 tokens at
+// once, bf16 and fp32 arithmetic.
 #include <benchmark/benchmark.h>
 
 #include <cmath>
@@ -20,13 +21,15 @@ namespace {
 constexpr int64_t kKvHeads = 4, kQueryHeads = 28, kHeadDim = 128;
 constexpr int64_t kColdBytes = 640ll << 20;
 
-// One decode call; the row can be exchanged.
-class Decode {
+// A call that brings the `tokens` newest tokens of one row; the row can be exchanged.
+class Call {
  public:
-  Decode()
-      : query_(DType::kBF16, {1, kQueryHeads, kHeadDim}),
+  explicit Call(int64_t tokens)
+      : query_(DType::kBF16, {tokens, kQueryHeads, kHeadDim}),
         out_(query_),
         scratch_(DType::kU8, {1 << 20}) {
+    cu_[0] = 0;
+    cu_[1] = static_cast<int32_t>(tokens);
     std::mt19937_64 rng(1);
     query_.FillNormal(rng);
     p_.query = query_.view();
@@ -35,8 +38,8 @@ class Decode {
     p_.batch = {MakeView(&row_, DType::kI32, {1}), MakeView(cu_, DType::kI32, {2})};
     p_.scale = 1.0f / std::sqrt(static_cast<float>(kHeadDim));
   }
-  Decode(const Decode&) = delete;
-  Decode& operator=(const Decode&) = delete;
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
 
   void Run(const KvCacheView& view, int64_t row) {
     row_ = static_cast<int32_t>(row);
@@ -48,11 +51,11 @@ class Decode {
 
  private:
   OwnedTensor query_, out_, scratch_;
-  int32_t row_ = 0, cu_[2] = {0, 1};
+  int32_t row_ = 0, cu_[2];
   AttendParams p_;
 };
 
-bool MatchesOracle(int64_t slots) {
+bool MatchesOracle(int64_t tokens, int64_t slots) {
   LaneShape shape;
   shape.dtype = DType::kBF16;
   shape.kv_heads = kKvHeads;
@@ -60,12 +63,13 @@ bool MatchesOracle(int64_t slots) {
   shape.head_dim = kHeadDim;
   shape.max_blocks = BlocksFor(slots);
   const LaneFixture cache(shape, std::vector<int32_t>(kKvHeads, static_cast<int32_t>(slots)), 1);
-  Decode decode;
-  decode.Run(cache.view(), 0);
-  const AttendResult expected = AttendOracle(cache, decode.query(), {0}, {0, 1}, 0, decode.scale());
-  for (int64_t i = 0; i < decode.out().numel(); ++i) {
+  Call call(tokens);
+  call.Run(cache.view(), 0);
+  const AttendResult expected =
+      AttendOracle(cache, call.query(), {0}, {0, static_cast<int32_t>(tokens)}, 0, call.scale());
+  for (int64_t i = 0; i < call.out().numel(); ++i) {
     const double want = expected.out[static_cast<size_t>(i)];
-    if (!(std::fabs(decode.out().At(i) - want) <= 1e-5 + std::fabs(want) / 200)) return false;
+    if (!(std::fabs(call.out().At(i) - want) <= 1e-5 + std::fabs(want) / 200)) return false;
   }
   return true;
 }
@@ -98,14 +102,14 @@ enum Mode { kWarm, kCold };
 void Bench(benchmark::State& state, int64_t slots, Mode mode, Isa isa, bool read_only) {
   SetNumThreads(1);
   SetIsa(isa);
-  if (!read_only && !MatchesOracle(slots)) {
+  if (!read_only && !MatchesOracle(1, slots)) {
     state.SkipWithError("result differs from the oracle");
     return;
   }
   const int64_t row_bytes = kKvHeads * BlocksFor(slots) * BlockElements(kHeadDim) * 2 * 2;
   const int64_t rows = mode == kWarm ? 1 : kColdBytes / row_bytes;
   const BenchCache cache(rows, 1, kKvHeads, kHeadDim, slots);
-  Decode decode;
+  Call decode(1);
   CallTimer timer(state);
   const auto call = [&](int64_t row) {
     if (read_only)
@@ -119,7 +123,29 @@ void Bench(benchmark::State& state, int64_t slots, Mode mode, Isa isa, bool read
   timer.Report(static_cast<double>(row_bytes));
 }
 
+void Prefill(benchmark::State& state, int64_t tokens, Isa isa) {
+  SetNumThreads(1);
+  SetIsa(isa);
+  if (!MatchesOracle(100, 150)) {
+    state.SkipWithError("result differs from the oracle");
+    return;
+  }
+  const BenchCache cache(1, 1, kKvHeads, kHeadDim, tokens);
+  Call call(tokens);
+  CallTimer timer(state);
+  for (auto _ : state) timer.Time([&] { call.Run(cache.view(), 0); });
+  timer.Report(4.0 * kQueryHeads * kHeadDim * static_cast<double>(tokens * (tokens + 1) / 2));
+  state.counters["GFLOP/s"] = state.counters["GB/s"];  // the work above is operations, not bytes
+  state.counters.erase("GB/s");
+}
+
 void Register() {
+  for (Isa isa : {Isa::kBase, Isa::kV3, Isa::kV4, Isa::kV4Bf16})
+    if (IsaSupported(isa))
+      benchmark::RegisterBenchmark((std::string("Prefill/isa:") + IsaName(isa)).c_str(),
+                                   [=](benchmark::State& s) { Prefill(s, 512, isa); })
+          ->UseManualTime()
+          ->Unit(benchmark::kMicrosecond);
   for (int64_t slots : {192, 640})
     for (Mode mode : {kWarm, kCold}) {
       const std::string shape =

@@ -61,7 +61,7 @@ class BenchCache {
 };
 
 // Times every call by itself in CPU time of this thread, so that a call that lost its core to
-// somebody else does not count the wait, and reports minimum, p10, median and p90 in microseconds
+// somebody else does not count the wait, and reports p10, median and p90 in microseconds
 // and bytes per second at the median. For work on one thread.
 class CallTimer {
  public:
@@ -80,7 +80,6 @@ class CallTimer {
     const auto at = [&](double q) {
       return seconds_[static_cast<size_t>(q * (seconds_.size() - 1))];
     };
-    state_.counters["min_us"] = at(0.0) * 1e6;
     state_.counters["p10_us"] = at(0.1) * 1e6;
     state_.counters["median_us"] = at(0.5) * 1e6;
     state_.counters["p90_us"] = at(0.9) * 1e6;

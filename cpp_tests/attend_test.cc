@@ -11,26 +11,11 @@
 #include "cpu/attend_kernels.h"
 #include "cpu/cpu_ops.h"
 #include "support/attend_oracle.h"
+#include "support/isa_levels.h"
 #include "support/lane_fixture.h"
 
 namespace kvcore {
 namespace {
-
-std::vector<Isa> SupportedIsas() {
-  std::vector<Isa> levels;
-  for (Isa isa : {Isa::kBase, Isa::kV3, Isa::kV4, Isa::kV4Bf16})
-    if (IsaSupported(isa)) levels.push_back(isa);
-  return levels;
-}
-
-class RestoreIsa {
- public:
-  RestoreIsa() : isa_(ActiveIsa()) {}
-  ~RestoreIsa() { SetIsa(isa_); }
-
- private:
-  Isa isa_;
-};
 
 struct Call {
   std::vector<int32_t> rows, cu_tokens;
@@ -134,14 +119,13 @@ class Attend : public testing::TestWithParam<std::tuple<DType, Heads>> {
 };
 
 TEST_P(Attend, DecodeMatchesOracleAtEveryIsaLevel) {
-  RestoreIsa restore;
   const LaneShape s = Shape(9, 20);
   const LaneFixture cache(s, Lens(s, {0, 1, 15, 16, 17, 31, 128, 129, 300}), 11);
   Call call = MakeCall(cache, {8, 2, 0, 1, 7, 3, 4, 6, 5}, {1, 1, 1, 1, 1, 1, 1, 1, 1}, 12);
   call.scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
   const AttendResult expected = Expected(cache, call);
   for (Isa isa : SupportedIsas()) {
-    SetIsa(isa);
+    const WithIsa active(isa);
     Call run = call;
     RunAttend(cache, run);
     ExpectNear(cache, run, expected, IsaName(isa));
@@ -149,7 +133,6 @@ TEST_P(Attend, DecodeMatchesOracleAtEveryIsaLevel) {
 }
 
 TEST_P(Attend, RaggedChunkMatchesOracleAtEveryIsaLevel) {
-  RestoreIsa restore;
   const LaneShape s = Shape(5, 20);
   const LaneFixture cache(s, Lens(s, {40, 9, 300, 22, 17}), 13);
   // A whole prompt, part of one, nothing, decode, more tokens than one tile has rows.
@@ -157,7 +140,7 @@ TEST_P(Attend, RaggedChunkMatchesOracleAtEveryIsaLevel) {
   call.scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
   const AttendResult expected = Expected(cache, call);
   for (Isa isa : SupportedIsas()) {
-    SetIsa(isa);
+    const WithIsa active(isa);
     Call run = call;
     RunAttend(cache, run);
     ExpectNear(cache, run, expected, IsaName(isa));
@@ -165,11 +148,10 @@ TEST_P(Attend, RaggedChunkMatchesOracleAtEveryIsaLevel) {
 }
 
 TEST_P(Attend, TokenIsTheSameBitsAloneAndInAnyCompany) {
-  RestoreIsa restore;
   const LaneShape s = Shape(3, 20);
   const LaneFixture all(s, Lens(s, {50, 9, 290}), 15);
   for (Isa isa : SupportedIsas()) {
-    SetIsa(isa);
+    const WithIsa active(isa);
     Call together = MakeCall(all, {0, 1, 2}, {50, 4, 20}, 16);
     RunAttend(all, together);
     for (const auto& [row, first, count] : {std::tuple{0, 0, 50}, {1, 50, 4}, {2, 54, 20}})
@@ -405,9 +387,8 @@ TEST(AttendErrors, NameTheArgumentAndChangeNothing) {
 }
 
 TEST(AttendExp, RelativeErrorIsBelow2e7AtEveryIsaLevel) {
-  RestoreIsa restore;
   for (Isa isa : SupportedIsas()) {
-    SetIsa(isa);
+    const WithIsa active(isa);
     std::vector<float> x, y;
     for (int i = 0; i < 16 * 20000; ++i) x.push_back(-86.9f * static_cast<float>(i) / 320000.0f);
     y.resize(x.size());

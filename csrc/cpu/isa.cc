@@ -27,6 +27,16 @@ bool Runs(Isa isa) {
 #endif
 }
 
+// Intel's vdpbf16ps takes longer than widening to float and two multiply-adds (measured: 96 us
+// against 76 us for 640 slots of 28 heads); AMD's is the faster way.
+bool FastBf16() {
+#if defined(KVCORE_X86_LEVELS)
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 void Require(Isa isa) {
   KV_CHECK(Runs(isa)) << "KVCORE_ISA: level '" << IsaName(isa)
                       << "' was not compiled or does not run on this CPU";
@@ -43,7 +53,7 @@ Isa Choose() {
     KV_CHECK(false) << "KVCORE_ISA: expected base, v3, v4 or bf16, got '" << wanted << "'";
   }
   for (Isa isa : levels)
-    if (Runs(isa)) return isa;
+    if (Runs(isa) && (isa != Isa::kV4Bf16 || FastBf16())) return isa;
   return Isa::kBase;
 }
 

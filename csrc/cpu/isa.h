@@ -10,8 +10,8 @@ namespace kvcore {
 
 enum class Isa { kBase, kV3, kV4, kV4Bf16 };
 
-// The best level of this machine, or KVCORE_ISA = base | v3 | v4 | bf16 if set. Throws Error if the
-// variable names a level that is unknown, was not compiled or does not run here.
+// The fastest level of this machine, or KVCORE_ISA = base | v3 | v4 | bf16 if set. Throws Error if
+// the variable names a level that is unknown, was not compiled or does not run here.
 Isa ActiveIsa();
 const char* IsaName(Isa isa);
 bool IsaSupported(Isa isa);  // compiled and runs here
