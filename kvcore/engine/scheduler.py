@@ -144,7 +144,8 @@ class Scheduler:
             return None
         idle = [s for s in resident if not s.busy]
         strangers = [s for s in idle if s is not seq.parent]
-        return (strangers or idle or [None])[-1]
+        candidates = strangers or idle
+        return candidates[-1] if candidates else None
 
     def _preempt(self, victim: Sequence) -> None:
         assert victim.handle is not None
