@@ -89,6 +89,7 @@ test-py: $(INSTALLED)
 wheel: $(INSTALLED)
 	$(PIP) wheel -q -c constraints.txt --no-deps -w dist .
 
+# MODEL: directory of the model that decodes; random weights in the shape of Qwen2.5-0.5B without.
 bench: deps $(INSTALLED)
 	cmake -S . -B build-bench -G Ninja -DKVCORE_BUILD_BENCH=ON
 	cmake --build build-bench -j $(JOBS)
