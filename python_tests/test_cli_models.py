@@ -172,9 +172,17 @@ def test_ctrl_c_in_a_run_keeps_a_readable_trace(models: dict[str, Path], tmp_pat
     command = [sys.executable, "-m", "kvcore.cli", "solve", "--base", models["base"]]
     command += ["--scorer", "random", "--question", "count", "--max-step-tokens", "8"]
     command += ["--max-tokens", "4096", "--no-detector", "--trace", trace, "--json", out]
-    process = subprocess.Popen(
-        [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    # A background job inherits an ignored SIGINT, which its children would ignore as well.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         deadline = time.monotonic() + 300
         while not trace.exists() or len(trace.read_text().splitlines()) < 30:
