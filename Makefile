@@ -24,7 +24,7 @@ PACKAGE_FILES := pyproject.toml setup.py MANIFEST.in CMakeLists.txt LICENSE cons
                  $(wildcard README.md) \
                  $(shell find csrc kvcore -type f ! -name '*.pyc' ! -name '*.so')
 
-.PHONY: test lint format test-cpp test-asan test-py venv deps wheel bench demo clean
+.PHONY: test lint format test-cpp test-asan test-py venv deps wheel bench demo demo-models clean
 
 test: lint test-cpp test-asan test-py
 
@@ -101,7 +101,11 @@ bench: deps $(INSTALLED)
 # BASE and HELPER: directories of two models with the same tokenizer. BUDGET: entries kept per lane.
 BUDGET ?= 128
 QUESTION ?= What is the sum of the first 20 odd numbers?
-demo: $(INSTALLED)
+demo: demo-models $(INSTALLED)
+	$(BIN)/kvcore solve --base "$(BASE)" --helper "$(HELPER)" --budget $(BUDGET) \
+	  --question "$(QUESTION)"
+
+demo-models:
 	@if [ -z "$(BASE)" ] || [ -z "$(HELPER)" ]; then \
 	  echo "make demo runs KV-Rescue: a base model whose cache is evicted, and a smaller helper with a"; \
 	  echo "full cache and the same tokenizer (Qwen2, Qwen3 or Llama)."; \
@@ -109,8 +113,6 @@ demo: $(INSTALLED)
 	  [ -n "$(HELPER)" ] || echo "missing: HELPER=directory of the helper model"; \
 	  echo "Example: make demo BASE=models/qwen2.5-1.5b HELPER=models/qwen2.5-0.5b"; exit 1; \
 	fi
-	$(BIN)/kvcore solve --base "$(BASE)" --helper "$(HELPER)" --budget $(BUDGET) \
-	  --question "$(QUESTION)"
 
 clean:
 	rm -rf build build-asan build-bench dist kvcore.egg-info
