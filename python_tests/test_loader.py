@@ -12,7 +12,10 @@ import torch
 from engine_tools import generate, greedy, hf_greedy, make_prompts, run, small_config
 from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES, EOS, SIZES, make_module, save_model, save_prm
-from transformers import AutoModelForCausalLM, Qwen2Model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Model
 
 from kvcore.engine import Engine, Output
 from kvcore.models import LoadedModel, UnsupportedModel, load_model, load_prm
@@ -100,6 +103,15 @@ def test_a_tokenizer_larger_than_the_output_matrix_bounds_nothing_beyond_it(fold
     change_weights(weights, cut)
     model = load_model(folder)
     assert model.vocab == len(model.token_bytes) == 260
+
+
+def test_a_tokenizer_is_what_its_file_says_and_not_what_the_model_type_usually_has(folder):
+    # transformers builds byte-level BPE around any vocabulary of a Qwen2 checkpoint.
+    words = Tokenizer(WordLevel({"<unk>": 0, "three": 1, "blind": 2, "mice": 3}, "<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    tokenizer = load_model(folder).tokenizer
+    assert tokenizer("three blind mice").input_ids == [1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcore.cli.errors import UsageError, bad_value_is
+from kvcore.cli.errors import Failure, UsageError, bad_value_is
 from kvcore.config import EngineConfig, EvictionConfig, SearchConfig
+from kvcore.demo import weights
 from kvcore.eval.datasets import load_problems
 
 
@@ -63,13 +64,30 @@ class Job:
 
 
 def model_directory(path: Path, flag: str) -> Path:
-    """``path`` if it looks like a checkpoint directory. Raises ``UsageError`` otherwise."""
+    """``path`` if it looks like a checkpoint directory, or that of an embedded ``demo:`` model.
+
+    Raises:
+        UsageError: it does not, or there is no such embedded model.
+        Failure: a file of the embedded model is missing or damaged.
+    """
+    kind, separator, name = str(path).partition(":")
+    if separator and kind == "demo":
+        return _demo_directory(name, flag)
     if not path.is_dir():
         what = "a file" if path.exists() else "nothing there"
         raise UsageError(f"{flag}: expected a model directory, got {str(path)!r} ({what})")
     if not (path / "config.json").is_file():
         raise UsageError(f"{flag}: expected a model directory, got {str(path)!r} (no config.json)")
     return path
+
+
+def _demo_directory(name: str, flag: str) -> Path:
+    try:
+        return weights.model_directory(name)
+    except weights.DamagedWeights as error:
+        raise Failure(str(error)) from error
+    except ValueError as error:
+        raise UsageError(f"{flag}: {error}") from error
 
 
 def parse_scorer(text: str) -> Scorer:

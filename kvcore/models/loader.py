@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from kvcore.cache import CacheShape
@@ -146,9 +148,25 @@ def _open_tokenizer(folder: Path, argument: str) -> PreTrainedTokenizerBase:
         names = ", ".join(_TOKENIZER_FILES)
         raise ValueError(f"{argument}: no tokenizer in {str(folder)!r}: expected one of {names}")
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if _rebuilt_differently(tokenizer, folder / "tokenizer.json"):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        return tokenizer
     except (OSError, ValueError) as error:
         raise ValueError(f"{argument}: no usable tokenizer in {str(folder)!r}: {error}") from error
+
+
+def _rebuilt_differently(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
+    """True if the model's usual tokenizer class ignored what ``tokenizer.json`` says.
+
+    For some model types transformers 5 builds the class's own algorithm (byte-level BPE for Qwen2)
+    around the file's vocabulary, whatever the file describes, and texts become other ids.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not file.is_file():
+        return False
+    declared = json.loads(file.read_text(encoding="utf-8")).get("model", {}).get("type")
+    return declared is not None and declared != type(backend.model).__name__
 
 
 def load_model(

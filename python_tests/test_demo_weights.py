@@ -1,0 +1,119 @@
+"""The embedded models: whole or refused by name, and good at what they are for."""
+
+import json
+import shutil
+
+import pytest
+from cli_tools import run
+from transformers import Qwen2ForCausalLM
+
+from kvcore.demo import weights
+from kvcore.demo.train.metrics import calibration_problems, load_language_model, step_accuracy
+from kvcore.demo.weights import DamagedWeights, model_directory, write_manifest
+
+NAMES = ("base", "helper")
+MEGABYTE = 1_000_000
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return shutil.copytree(weights.ROOT, tmp_path / "weights")
+
+
+def test_the_models_are_in_the_package_and_small():
+    files = [path for path in weights.ROOT.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 25 * MEGABYTE
+    for name in NAMES:
+        assert (model_directory(name) / "model.safetensors").is_file()
+    assert "python -m kvcore.demo.train" in (weights.ROOT / "README.md").read_text()
+
+
+def test_base_and_helper_have_the_sizes_that_the_card_says():
+    count = {
+        name: sum(
+            p.numel() for p in Qwen2ForCausalLM.from_pretrained(model_directory(name)).parameters()
+        )
+        for name in NAMES
+    }
+    assert 2e6 < count["base"] < 6e6
+    assert 4 < count["base"] / count["helper"] < 10
+
+
+def test_the_base_model_computes_and_the_helper_only_looks_up():
+    chosen = calibration_problems(30)
+    accuracy = {
+        name: step_accuracy(load_language_model(model_directory(name)), chosen) for name in NAMES
+    }
+    assert accuracy["base"]["solution"] >= 0.85
+    assert accuracy["helper"]["look-up"] >= 0.98
+    assert accuracy["helper"]["product"] < 0.6 < 0.95 < accuracy["base"]["product"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_changed_byte_is_found_and_named(copy, name):
+    path = copy / name / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedWeights, match=rf"{name}/model\.safetensors.*damaged.*reinstall"):
+        model_directory(name, copy)
+    for other in set(NAMES) - {name}:
+        model_directory(other, copy)
+
+
+def test_a_cut_file_is_found(copy):
+    path = copy / "base" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DamagedWeights, match="damaged"):
+        model_directory("base", copy)
+
+
+def test_a_missing_file_is_named_with_the_way_out(copy):
+    (copy / "helper" / "tokenizer.json").unlink()
+    with pytest.raises(DamagedWeights, match=r"helper/tokenizer\.json.*missing.*pip install"):
+        model_directory("helper", copy)
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_missing_or_damaged_manifest_is_named(copy, content):
+    path = copy / weights.MANIFEST
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(DamagedWeights, match=r"manifest\.json"):
+        model_directory("base", copy)
+
+
+def test_a_manifest_lists_every_file(copy):
+    before = json.loads((copy / weights.MANIFEST).read_text())
+    write_manifest(copy, NAMES)
+    assert json.loads((copy / weights.MANIFEST).read_text()) == before
+
+
+# ---- by name on the command line
+
+
+def test_solve_takes_the_embedded_models_by_name(tmp_path):
+    problem = calibration_problems(1)[0]
+    path = tmp_path / "out.json"
+    args = ("--base", "demo:base", "--helper", "demo:helper", "--max-step-tokens", "24")
+    done = run("solve", *args, "-n", "2", "--question", problem.question, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    steps = json.loads(path.read_text())["steps"]
+    assert steps[0]["text"] == problem.steps[0]
+    assert " answer " in steps[-1]["text"]
+
+
+@pytest.mark.parametrize("flag", ["--base", "--helper"])
+def test_an_unknown_embedded_name_is_refused_by_flag(flag):
+    args = {"--base": "demo:base", "--helper": "demo:helper"}
+    args[flag] = "demo:judge"
+    done = run("solve", *[x for pair in args.items() for x in pair], "--question", "x")
+    assert done.exit_code == 2
+    assert f"{flag}: " in done.output and "demo:base, demo:helper" in done.output
+
+
+def test_damaged_embedded_models_are_a_failure_with_the_way_out(copy, monkeypatch):
+    (copy / "base" / "model.safetensors").write_bytes(b"junk")
+    monkeypatch.setattr(weights, "ROOT", copy)
+    done = run("solve", "--base", "demo:base", "--question", "x")
+    assert done.exit_code == 1
+    assert "base/model.safetensors" in done.output and "reinstall" in done.output
