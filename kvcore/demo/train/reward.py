@@ -75,7 +75,12 @@ def grow(base: Qwen2ForCausalLM) -> TokenHeadModel:
         # To the base model a step ended here as well.
         rows = trunk.embed_tokens.weight
         rows[token_id(SEPARATOR)] = rows[token_id("\n\n")]
-        look_back(trunk.layers[-_NEW_LAYERS])
+        # A trunk's raw states have a few huge dims, which its final norm evens out.
+        new: Any = trunk.layers[-_NEW_LAYERS:]
+        for layer in new:
+            layer.input_layernorm.load_state_dict(trunk.norm.state_dict())
+            layer.post_attention_layernorm.load_state_dict(trunk.norm.state_dict())
+        look_back(new[0])
     for copied in (trunk.embed_tokens, *trunk.layers[:-_NEW_LAYERS]):
         copied.requires_grad_(False)
     return TokenHeadModel(trunk, config.hidden_size, 2)
