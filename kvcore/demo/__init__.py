@@ -1,0 +1,1 @@
+"""Embedded models and the task that they were trained on."""

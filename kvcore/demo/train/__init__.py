@@ -1,0 +1,1 @@
+"""Training of the embedded models: ``python -m kvcore.demo.train``."""
