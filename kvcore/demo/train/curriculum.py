@@ -69,7 +69,9 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Example:
+    """One training sequence: ids, and as many labels (``IGNORED`` where nothing is learned)."""
+
     ids: list[int]
     labels: list[int]
 
@@ -82,13 +84,13 @@ def training_problem(random: Random, difficulty: Difficulty) -> Problem:
             return problem
 
 
-def whole_problem(random: Random, difficulty: Difficulty) -> Sequence:
+def whole_problem(random: Random, difficulty: Difficulty) -> Example:
     problem = training_problem(random, difficulty)
     prompt, solution = encode(problem.prompt), [*encode(problem.solution), token_id(EOS)]
-    return Sequence(prompt + solution, [IGNORED] * len(prompt) + solution)
+    return Example(prompt + solution, [IGNORED] * len(prompt) + solution)
 
 
-def look_up_drill(random: Random, num_names: int) -> Sequence:
+def look_up_drill(random: Random, num_names: int) -> Example:
     """A ledger, then beginnings of look-up steps with random names; the values are predicted."""
     names = random.sample(NAMES, num_names)
     values = {name: random.choice(VALUES) for name in names}
@@ -100,10 +102,10 @@ def look_up_drill(random: Random, num_names: int) -> Sequence:
         step = encode(f"{letter}{operator}{name}={values[name]:02d}\n\n")
         ids += step
         labels += [IGNORED] * (len(step) - 3) + step[-3:]
-    return Sequence(ids, labels)
+    return Example(ids, labels)
 
 
-def chain_drill(random: Random, difficulty: Difficulty) -> Sequence:
+def chain_drill(random: Random, difficulty: Difficulty) -> Example:
     """A problem and its look-up steps in random order; all but the letters is predicted.
 
     What is left of the operator is a random number, which only shows at its second place: those two
@@ -124,10 +126,10 @@ def chain_drill(random: Random, difficulty: Difficulty) -> Sequence:
             at = step.index(token_id(": ")) + 1
             labels += [IGNORED, *step[1:at], IGNORED, IGNORED, *step[at + 2 :]]
         ids += step
-    return Sequence(ids, labels)
+    return Example(ids, labels)
 
 
-def computation_drill(random: Random, products: float) -> Sequence:
+def computation_drill(random: Random, products: float) -> Example:
     """Computation steps; only the results are predicted."""
     ids: list[int] = []
     labels: list[int] = []
@@ -137,7 +139,7 @@ def computation_drill(random: Random, products: float) -> Sequence:
         step = encode(computation_step(operands[0], operator, operands[1]))
         ids += step
         labels += [IGNORED] * (len(step) - 3) + step[-3:]
-    return Sequence(ids, labels)
+    return Example(ids, labels)
 
 
 def draw_batch(stages: tuple[Stage, ...], seed: int, step: int) -> tuple[Tensor, Tensor]:
@@ -151,7 +153,7 @@ def draw_batch(stages: tuple[Stage, ...], seed: int, step: int) -> tuple[Tensor,
         raise ValueError(f"step: expected less than {step - before}, got {step}")
     random = Random(f"{seed} {step}")
     difficulty = stage.difficulty(before / stage.steps)
-    rows: list[Sequence] = []
+    rows: list[Example] = []
     longest = 0
     while True:
         kind = random.random()
@@ -169,7 +171,7 @@ def draw_batch(stages: tuple[Stage, ...], seed: int, step: int) -> tuple[Tensor,
         rows.append(row)
 
 
-def pad(rows: list[Sequence]) -> tuple[Tensor, Tensor]:
+def pad(rows: list[Example]) -> tuple[Tensor, Tensor]:
     """Sequences filled up on the right, which causal attention never looks at."""
     longest = max(len(row.ids) for row in rows)
     ids = torch.full((len(rows), longest), token_id(PAD))

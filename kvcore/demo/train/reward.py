@@ -22,15 +22,15 @@ from torch.nn import functional
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvcore.demo.task import MODULUS, VALUES, computation_step, parse_problem
+from kvcore.demo.train.curriculum import IGNORED, Example, pad
 from kvcore.demo.train.grow import grow_trunk
 from kvcore.demo.train.labels import Labelled
 from kvcore.demo.train.loop import Report, Schedule, train
-from kvcore.demo.vocabulary import PAD, SEPARATOR, encode, make_tokenizer, token_id
+from kvcore.demo.vocabulary import SEPARATOR, encode, make_tokenizer, token_id
 from kvcore.models.token_head import PRM_ARCHITECTURE, TokenHeadModel
 from kvcore.search.scorers.prm import conversation_head, step_ids
 
 _NEW_LAYERS = 3
-_IGNORED = -100
 _HELD_OUT = 20
 _SHARPNESS = 8.0  # the previous token gets over 99 % of the attention
 _DRILLS = 8  # a batch, besides the solutions
@@ -103,20 +103,6 @@ class RewardMetrics:
     refused: float
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A sequence for the reward model.
-
-    Attributes:
-        ids: tokens.
-        labels: for every token of a step, whether the step is right so far; at the separator,
-            whether it is right as a whole; ``_IGNORED`` elsewhere.
-    """
-
-    ids: list[int]
-    labels: list[int]
-
-
 def judge_step(step: list[int], expected: list[int]) -> list[int]:
     """Labels of a step's ids, its separator last: 1 up to the first that is not as expected."""
     labels = []
@@ -133,11 +119,11 @@ class LabelledBatches:
     def __init__(self, labelled: Sequence[Labelled], tokens: int, seed: int) -> None:
         tokenizer = make_tokenizer()
         separator = token_id(SEPARATOR)
-        self._rows: list[Judged] = []
+        self._rows: list[Example] = []
         for solution in labelled:
             problem = parse_problem(solution.question)
-            row = Judged(conversation_head(tokenizer, solution.question, ""), [])
-            row.labels.extend([_IGNORED] * len(row.ids))
+            row = Example(conversation_head(tokenizer, solution.question, ""), [])
+            row.labels.extend([IGNORED] * len(row.ids))
             for i, step in enumerate(solution.steps):
                 added = step_ids(tokenizer, step, separator)
                 expected = step_ids(tokenizer, problem.expected(solution.steps[:i]), separator)
@@ -161,7 +147,7 @@ class LabelledBatches:
             batches[-1].append(i)
         return batches
 
-    def rows(self, step: int) -> list[Judged]:
+    def rows(self, step: int) -> list[Example]:
         """The solutions of step ``step``."""
         epoch, place = divmod(step, self.per_epoch)
         if epoch != self._epoch:
@@ -169,13 +155,13 @@ class LabelledBatches:
         return [self._rows[i] for i in self._batches[min(place, len(self._batches) - 1)]]
 
 
-def judging_drill(random: Random) -> Judged:
+def judging_drill(random: Random) -> Example:
     """Computation steps, half of them with a wrong result.
 
     In solutions nine of ten computations are right, and few of the wrong ones are near misses: most
     wrong results here differ in one digit.
     """
-    row = Judged([], [])
+    row = Example([], [])
     for _ in range(_DRILLED):
         left, right = random.randrange(MODULUS), random.choice(VALUES)
         operator = "*" if random.random() < 0.7 else random.choice("+-")
@@ -192,17 +178,6 @@ def judging_drill(random: Random) -> Judged:
         row.ids.extend(added)
         row.labels.extend(judge_step(added, [*encode(expected), token_id(SEPARATOR)]))
     return row
-
-
-def pad(rows: Sequence[Judged]) -> tuple[Tensor, Tensor]:
-    """Padded (ids, labels), int64 [rows, longest]."""
-    longest = max(len(row.ids) for row in rows)
-    ids = torch.full((len(rows), longest), token_id(PAD))
-    labels = torch.full((len(rows), longest), _IGNORED)
-    for i, row in enumerate(rows):
-        ids[i, : len(row.ids)] = torch.tensor(row.ids)
-        labels[i, : len(row.ids)] = torch.tensor(row.labels)
-    return ids, labels
 
 
 def train_reward_model(
@@ -224,12 +199,12 @@ def train_reward_model(
     trained = [x for i, x in enumerate(labelled) if i % _HELD_OUT]
     batches = LabelledBatches(trained, tokens, seed)
 
-    def judge(rows: Sequence[Judged]) -> Tensor:
+    def judge(rows: list[Example]) -> Tensor:
         ids, labels = pad(rows)
         logits = model(input_ids=ids, use_cache=False).flatten(0, 1)
-        whole = torch.where(ids == token_id(SEPARATOR), labels, _IGNORED)
+        whole = torch.where(ids == token_id(SEPARATOR), labels, IGNORED)
         losses = [
-            functional.cross_entropy(logits, wanted.flatten(), ignore_index=_IGNORED)
+            functional.cross_entropy(logits, wanted.flatten(), ignore_index=IGNORED)
             for wanted in (labels, whole)
         ]
         return losses[0] + losses[1]
@@ -263,7 +238,7 @@ def measure(model: TokenHeadModel, batches: LabelledBatches) -> RewardMetrics:
     right = missed = refused = positive = negative = 0
     for step in range(batches.per_epoch):
         ids, labels = pad(batches.rows(step))
-        known = (labels != _IGNORED) & (ids == token_id(SEPARATOR))
+        known = (labels != IGNORED) & (ids == token_id(SEPARATOR))
         accepted = model(input_ids=ids, use_cache=False).argmax(-1)[known] == 1
         truth = labels[known] == 1
         right += int((accepted == truth).sum())
