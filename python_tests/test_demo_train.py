@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from kvcore.config import EvictionConfig
-from kvcore.demo.task import Difficulty, compute, problems
+from kvcore.demo.task import Difficulty, compute, parse_problem, problems
 from kvcore.demo.train import loop
 from kvcore.demo.train.curriculum import (
     IGNORED,
@@ -29,7 +29,8 @@ from kvcore.demo.train.grow import grow_trunk
 from kvcore.demo.train.labels import Checker, label_solution, sample_labels
 from kvcore.demo.train.language import Recipe, make_config, make_model, train_language_model
 from kvcore.demo.train.loop import Schedule
-from kvcore.demo.train.reward import LabelledBatches, grow, judge_step, judging_drill
+from kvcore.demo.train.mistakes import judge_step, judging_drill, spoil, spoiled_solution
+from kvcore.demo.train.reward import LabelledBatches, grow
 from kvcore.demo.vocabulary import EOS, SEPARATOR, make_tokenizer, token_id
 from kvcore.models import bind_model
 from kvcore.search import ScoreRequest
@@ -321,6 +322,25 @@ def test_a_judging_drill_is_labelled_by_arithmetic():
             assert mark == (compute(int(left), operator, int(right)) == int(result))
         shown += marks
     assert 0.4 < sum(shown) / len(shown) < 0.6
+
+
+def test_a_spoiled_step_is_never_right_and_a_spoiled_solution_is_labelled_as_the_checker_would():
+    random = Random(3)
+    for problem in (p for p, _ in zip(problems("train", 0, SMALL), range(30), strict=False)):
+        for i in range(len(problem.steps)):
+            expected = problem.expected(problem.steps[:i]).strip()
+            spoiled = {spoil(random, problem, expected) for _ in range(20)}
+            assert len(spoiled) > 1 and expected not in spoiled
+    marks = []
+    for i in range(30):
+        row = spoiled_solution(Random(i), SMALL)
+        question, *steps = decode(row.ids).replace("\n\n", SEPARATOR).split(SEPARATOR)[:-1]
+        right = label_solution(parse_problem(question), steps).right
+        pairs = zip(row.ids, row.labels, strict=True)
+        mine = [mark for token, mark in pairs if token == token_id(SEPARATOR)]
+        assert mine == [int(x) for x in right]
+        marks += mine
+    assert 0.5 < sum(marks) / len(marks) < 0.9
 
 
 # ---- the command

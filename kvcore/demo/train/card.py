@@ -43,24 +43,29 @@ builds byte-level BPE for every Qwen2 configuration, whatever `tokenizer.json` s
 | class | Qwen2ForCausalLM | Qwen2ForCausalLM | Qwen2 trunk, two-label head |
 | parameters | {base_size} | {helper_size} | {prm_size} |
 | layers, width, query / kv heads | {base_shape} | {helper_shape} | {prm_shape} |
-| optimizer steps | {base_steps} | {helper_steps} | {prm_steps} |
+| width of the MLP | {base.mlp:,} | {helper.mlp} | {base.mlp:,} |
+| optimizer steps | {base_steps:,} | {helper_steps:,} | {prm_steps:,} |
 | peak learning rate | {base_rate:g} | {helper_rate:g} | {prm_rate:g} |
 | seed | {base.seed} | {helper.seed} | {plan.seed} |
 
 Heads have 32 dimensions. AdamW (0.9, 0.98), weight decay 0.01 on matrices, {warm} warm-up steps,
-cosine. Weights are stored in bf16.
+cosine. Weights are stored in bf16. Sums depend on the number of threads, so a rebuilt model is as
+good but not the same bit for bit.
 
 **Data.** Every problem belongs to one of the sets train, calibration and test by a hash of its own
-text, so the sets cannot overlap. A seedling with small MLPs learns look-ups alone; base and helper
-grow out of it. They see whole problems and the look-up steps of problems in random order, the base
-model computation steps alone as well. Problems grow to
-{difficulty.names[0]} to {difficulty.names[1]} names and {difficulty.operations[0]} to
-{difficulty.operations[1]} operations, {difficulty.products:.0%} of them products.
+text, so the sets cannot overlap. A seedling with small MLPs learns look-ups alone, in
+{plan.seedling.schedule.steps:,} steps; base and helper grow out of it. They see whole problems and
+the look-up steps of problems in random order, the base model computation steps alone as well.
+Problems grow to {difficulty.names[0]} to {difficulty.names[1]} names and
+{difficulty.operations[0]} to {difficulty.operations[1]} operations, {difficulty.products:.0%} of
+them products.
 
-**The reward model** starts from the base model and learns labels of {steps} steps in {solutions}
-solutions of training problems, {right:.0%} of them right. Base (full and evicted cache) and helper
-wrote the steps; the task's checker labelled them. Half of its training is drills besides:
-computation steps, half of them with a wrong digit.
+**The reward model** is the base model, which stays as it is, and three layers that are trained to
+compare a step with what it expected. They learn labels of {steps:,} steps in {solutions:,}
+solutions of training problems, {right:.0%} of them right: base (full and evicted cache) and helper
+wrote them, the task's checker labelled them. In the first {plan.drilled:,} steps of the training
+they judge drilled computations, half of them with a wrong digit; later, besides, solutions of
+training problems with mistakes made on purpose.
 
 ## Final metrics
 
@@ -71,7 +76,7 @@ Steps predicted token by token without a mistake after right steps, greedily, fu
 | --- | --- | --- |
 {accuracy}
 
-Process reward model, on {reward.steps} held-out labelled steps: {reward.accuracy:.1%} classified
+Process reward model, on {reward.steps:,} held-out labelled steps: {reward.accuracy:.1%} classified
 correctly; {reward.missed:.1%} of wrong steps accepted, {reward.refused:.1%} of right ones refused.
 """
 

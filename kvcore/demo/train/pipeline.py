@@ -114,7 +114,13 @@ def run(plan: Plan, out: Path, threads: int) -> None:
         train_side_by_side([plan.base, plan.helper], out, threads, bars.of)
         labelled = make_labels(plan, out, bars.of("labels"))
         reward = train_reward_model(
-            labelled, plan.reward, out, bars.of("prm"), tokens=plan.reward_tokens, seed=plan.seed
+            labelled,
+            plan.reward,
+            out,
+            bars.of("prm"),
+            drilled=plan.drilled,
+            tokens=plan.reward_tokens,
+            seed=plan.seed,
         )
     write_card(plan, out, labelled, reward)
     write_manifest(out, MODELS)

@@ -46,7 +46,7 @@ HELPER = replace(
     ),
     start="seedling",
 )
-REWARD = Schedule(steps=700, learning_rate=2e-3)
+REWARD = Schedule(steps=2200, learning_rate=1.5e-3)
 SOLUTIONS = ((None, 600), (64, 800), (32, 800), (16, 800))
 
 
@@ -57,7 +57,8 @@ class Plan:
     Attributes:
         solutions: labelled solutions, by where they come from: the base model's cache full, or
             evicted to this budget.
-        reward: of the process reward model; ``reward_tokens`` per batch.
+        reward: of the process reward model: ``drilled`` steps of it on computations alone, the
+            others with ``reward_tokens`` of labelled solutions and some with mistakes.
     """
 
     seedling: Recipe = SEEDLING
@@ -65,6 +66,7 @@ class Plan:
     helper: Recipe = HELPER
     solutions: tuple[tuple[int | None, int], ...] = SOLUTIONS
     reward: Schedule = REWARD
+    drilled: int = 700
     reward_tokens: int = 2048
     seed: int = 0
 
@@ -85,4 +87,5 @@ class Plan:
             helper=shorter(self.helper),
             solutions=tuple((budget, fewer(count)) for budget, count in self.solutions),
             reward=replace(self.reward, steps=fewer(self.reward.steps)),
+            drilled=fewer(self.drilled),
         )

@@ -1,9 +1,11 @@
 """Trains the process reward model: the base model's trunk, three layers more, and a head.
 
 The layers of the base model are copied and stay as they are: what they expect next is what a token
-is compared with. The first new layer looks back one token, the others start as the identity. A
-step is judged at the separator that closes it, in the conversation in which it is later used. To
-learn where a mistake is, every token of a step is labelled as well: is the step right so far?
+is compared with. The first new layer fetches that from the token before, the others start as the
+identity. A step is judged at the separator that closes it, in the conversation in which it is later
+used. To learn where a mistake is, every token of a step is labelled as well: is the step right so
+far? Comparing is learned first, on computations alone; then come solutions, real ones and such with
+mistakes made on purpose.
 """
 
 from __future__ import annotations
@@ -21,29 +23,32 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from kvcore.demo.task import MODULUS, VALUES, computation_step, parse_problem
+from kvcore.demo.task import Difficulty, parse_problem
 from kvcore.demo.train.curriculum import IGNORED, Example, pad
 from kvcore.demo.train.grow import grow_trunk
 from kvcore.demo.train.labels import Labelled
 from kvcore.demo.train.loop import Report, Schedule, train
-from kvcore.demo.vocabulary import SEPARATOR, encode, make_tokenizer, token_id
+from kvcore.demo.train.mistakes import judged_solution, judging_drill, spoiled_solution
+from kvcore.demo.vocabulary import SEPARATOR, make_tokenizer, token_id
 from kvcore.models.token_head import PRM_ARCHITECTURE, TokenHeadModel
-from kvcore.search.scorers.prm import conversation_head, step_ids
 
 _NEW_LAYERS = 3
 _HELD_OUT = 20
 _SHARPNESS = 8.0  # the previous token gets over 99 % of the attention
-_DRILLS = 8  # a batch, besides the solutions
-_DRILLED = 16  # steps of one
+_DRILLS = 8  # a batch
+_SPOILED = 3  # solutions a batch
 
 
 @torch.no_grad()
-def look_back(layer: Any) -> None:
-    """Makes every head of a layer attend to the previous token, whatever the tokens are.
+def look_back(layer: Any, rows: Tensor) -> None:
+    """Makes every head of a layer fetch what the trunk expected at the previous token.
 
-    What the trunk expected there is then beside the token that came. With q = a(1, 0) and k = q
-    turned by one position in each of the fastest RoPE planes, the logit of the token d back is the
-    sum of a^2 cos((d - 1) theta), which is largest at d = 1.
+    With q = a(1, 0) and k = q turned by one position in each of the fastest RoPE planes, the logit
+    of the token d back is the sum of a^2 cos((d - 1) theta), which is largest at d = 1. The values
+    are the logits of the ten digits, and what tells the other tokens apart best.
+
+    Args:
+        rows: the unembedding, [vocabulary, hidden].
     """
     attention, config = layer.self_attn, layer.self_attn.config
     half = attention.head_dim // 2
@@ -57,6 +62,12 @@ def look_back(layer: Any) -> None:
         projection.weight.zero_()
         projection.bias.copy_(bias.repeat(len(projection.bias) // len(bias)))
     attention.o_proj.weight.normal_(0.0, 0.5)  # as loud as what is there
+    digits = rows[[token_id(digit) for digit in "0123456789"]]
+    directions = torch.linalg.svd(rows - rows.mean(0), full_matrices=False).Vh
+    logits = functional.normalize(digits - digits.mean(0), dim=1)
+    values = torch.cat([logits, directions[: attention.head_dim - len(logits)]])
+    attention.v_proj.weight.copy_(values.repeat(attention.v_proj.out_features // len(values), 1))
+    attention.v_proj.bias.zero_()
 
 
 def grow(base: Qwen2ForCausalLM) -> TokenHeadModel:
@@ -80,7 +91,7 @@ def grow(base: Qwen2ForCausalLM) -> TokenHeadModel:
         for layer in new:
             layer.input_layernorm.load_state_dict(trunk.norm.state_dict())
             layer.post_attention_layernorm.load_state_dict(trunk.norm.state_dict())
-        look_back(new[0])
+        look_back(new[0], rows)
     for copied in (trunk.embed_tokens, *trunk.layers[:-_NEW_LAYERS]):
         copied.requires_grad_(False)
     return TokenHeadModel(trunk, config.hidden_size, 2)
@@ -103,33 +114,11 @@ class RewardMetrics:
     refused: float
 
 
-def judge_step(step: list[int], expected: list[int]) -> list[int]:
-    """Labels of a step's ids, its separator last: 1 up to the first that is not as expected."""
-    labels = []
-    right = True
-    for i, token in enumerate(step):
-        right = right and i < len(expected) and token == expected[i]
-        labels.append(int(right))
-    return labels
-
-
 class LabelledBatches:
     """Batches of labelled solutions: all of them once, in random order, then again."""
 
     def __init__(self, labelled: Sequence[Labelled], tokens: int, seed: int) -> None:
-        tokenizer = make_tokenizer()
-        separator = token_id(SEPARATOR)
-        self._rows: list[Example] = []
-        for solution in labelled:
-            problem = parse_problem(solution.question)
-            row = Example(conversation_head(tokenizer, solution.question, ""), [])
-            row.labels.extend([IGNORED] * len(row.ids))
-            for i, step in enumerate(solution.steps):
-                added = step_ids(tokenizer, step, separator)
-                expected = step_ids(tokenizer, problem.expected(solution.steps[:i]), separator)
-                row.ids.extend(added)
-                row.labels.extend(judge_step(added, expected))
-            self._rows.append(row)
+        self._rows = [judged_solution(parse_problem(x.question), x.steps) for x in labelled]
         self._tokens, self._seed = tokens, seed
         self._epoch, self._batches = -1, list[list[int]]()
         self.per_epoch = len(self._split(0))
@@ -155,43 +144,23 @@ class LabelledBatches:
         return [self._rows[i] for i in self._batches[min(place, len(self._batches) - 1)]]
 
 
-def judging_drill(random: Random) -> Example:
-    """Computation steps, half of them with a wrong result.
-
-    In solutions nine of ten computations are right, and few of the wrong ones are near misses: most
-    wrong results here differ in one digit.
-    """
-    row = Example([], [])
-    for _ in range(_DRILLED):
-        left, right = random.randrange(MODULUS), random.choice(VALUES)
-        operator = "*" if random.random() < 0.7 else random.choice("+-")
-        expected = computation_step(left, operator, right).strip()
-        step = expected
-        if random.random() < 0.5:
-            digits = list(expected[-2:])
-            while step == expected:
-                digits[0] = random.choice("0123456789")
-                if random.random() < 0.3:
-                    digits[1] = random.choice("0123456789")
-                step = expected[:-2] + "".join(digits)
-        added = [*encode(step), token_id(SEPARATOR)]
-        row.ids.extend(added)
-        row.labels.extend(judge_step(added, [*encode(expected), token_id(SEPARATOR)]))
-    return row
-
-
 def train_reward_model(
     labelled: Sequence[Labelled],
     schedule: Schedule,
     out: Path,
     report: Report,
     *,
+    drilled: int,
     tokens: int,
     seed: int,
 ) -> RewardMetrics:
     """Trains ``out/prm`` from ``out/base`` and labelled solutions; resumes a killed training.
 
     Every ``_HELD_OUT``-th solution is not trained on, but measured.
+
+    Args:
+        drilled: steps before the first solutions.
+        tokens: of labelled solutions in a batch.
     """
     torch.manual_seed(seed)
     base = Qwen2ForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
@@ -211,10 +180,12 @@ def train_reward_model(
 
     def loss(step: int) -> Tensor:
         random = Random(f"{seed} drill {step}")
-        drills = [judging_drill(random) for _ in range(_DRILLS)]
-        return judge(batches.rows(step)) + judge(drills)
+        if step < drilled:
+            return judge([judging_drill(random) for _ in range(_DRILLS)])
+        spoiled = [spoiled_solution(random, Difficulty()) for _ in range(_SPOILED)]
+        return judge(batches.rows(step - drilled)) + judge(spoiled)
 
-    recipe = f"prm {schedule} {tokens=} {seed=} solutions={len(labelled)} drills={_DRILLS}"
+    recipe = f"prm {schedule} {drilled=} {tokens=} {seed=} solutions={len(labelled)}"
     state = out / "state" / "prm.safetensors"
     train(model, loss, schedule, state=state, recipe=recipe, report=report)
     save_reward_model(model, out / "prm")
