@@ -4,14 +4,13 @@ import json
 import shutil
 
 import pytest
-from cli_tools import run
 from transformers import Qwen2ForCausalLM
 
 from kvcore.demo import weights
 from kvcore.demo.train.metrics import calibration_problems, load_language_model, step_accuracy
 from kvcore.demo.weights import DamagedWeights, model_directory, write_manifest
 
-NAMES = ("base", "helper")
+NAMES = ("base", "helper", "prm")
 MEGABYTE = 1_000_000
 
 
@@ -33,7 +32,7 @@ def test_base_and_helper_have_the_sizes_that_the_card_says():
         name: sum(
             p.numel() for p in Qwen2ForCausalLM.from_pretrained(model_directory(name)).parameters()
         )
-        for name in NAMES
+        for name in ("base", "helper")
     }
     assert 2e6 < count["base"] < 6e6
     assert 4 < count["base"] / count["helper"] < 10
@@ -42,7 +41,8 @@ def test_base_and_helper_have_the_sizes_that_the_card_says():
 def test_the_base_model_computes_and_the_helper_only_looks_up():
     chosen = calibration_problems(30)
     accuracy = {
-        name: step_accuracy(load_language_model(model_directory(name)), chosen) for name in NAMES
+        name: step_accuracy(load_language_model(model_directory(name)), chosen)
+        for name in ("base", "helper")
     }
     assert accuracy["base"]["solution"] >= 0.85
     assert accuracy["helper"]["look-up"] >= 0.98
@@ -86,34 +86,3 @@ def test_a_manifest_lists_every_file(copy):
     before = json.loads((copy / weights.MANIFEST).read_text())
     write_manifest(copy, NAMES)
     assert json.loads((copy / weights.MANIFEST).read_text()) == before
-
-
-# ---- by name on the command line
-
-
-def test_solve_takes_the_embedded_models_by_name(tmp_path):
-    problem = calibration_problems(1)[0]
-    path = tmp_path / "out.json"
-    args = ("--base", "demo:base", "--helper", "demo:helper", "--max-step-tokens", "24")
-    done = run("solve", *args, "-n", "2", "--question", problem.question, "--json", str(path))
-    assert done.exit_code == 0, done.output
-    steps = json.loads(path.read_text())["steps"]
-    assert steps[0]["text"] == problem.steps[0]
-    assert " answer " in steps[-1]["text"]
-
-
-@pytest.mark.parametrize("flag", ["--base", "--helper"])
-def test_an_unknown_embedded_name_is_refused_by_flag(flag):
-    args = {"--base": "demo:base", "--helper": "demo:helper"}
-    args[flag] = "demo:judge"
-    done = run("solve", *[x for pair in args.items() for x in pair], "--question", "x")
-    assert done.exit_code == 2
-    assert f"{flag}: " in done.output and "demo:base, demo:helper" in done.output
-
-
-def test_damaged_embedded_models_are_a_failure_with_the_way_out(copy, monkeypatch):
-    (copy / "base" / "model.safetensors").write_bytes(b"junk")
-    monkeypatch.setattr(weights, "ROOT", copy)
-    done = run("solve", "--base", "demo:base", "--question", "x")
-    assert done.exit_code == 1
-    assert "base/model.safetensors" in done.output and "reinstall" in done.output
