@@ -1,5 +1,5 @@
 # make test   lint, C++ tests, Python tests; sets up what is missing on the way
-# make bench  benchmarks          make demo  KV-Rescue on two models of yours
+# make demo   KV-Rescue on the embedded models        make bench  benchmarks
 #
 # Every pip install takes constraints.txt: the versions the tests run with.
 
@@ -24,7 +24,7 @@ PACKAGE_FILES := pyproject.toml setup.py MANIFEST.in CMakeLists.txt LICENSE cons
                  $(wildcard README.md) \
                  $(shell find csrc kvcore -type f ! -name '*.pyc' ! -name '*.so')
 
-.PHONY: test lint format test-cpp test-asan test-py venv deps wheel bench demo demo-models clean
+.PHONY: test lint format test-cpp test-asan test-py venv deps compiler wheel bench demo clean
 
 test: lint test-cpp test-asan test-py
 
@@ -39,7 +39,22 @@ $(BIN)/python:
 
 $(INSTALLED): $(BIN)/python $(PACKAGE_FILES) | deps
 	$(INSTALL) '.[gguf,test,dev]'
+	@touch $@ $(RUNNABLE)
+
+# The package alone, without the tools of the tests.
+RUNNABLE := $(VENV)/.runnable
+$(RUNNABLE): $(BIN)/python $(PACKAGE_FILES) | compiler
+	$(INSTALL) .
 	@touch $@
+
+compiler:
+	@if printf '#include <zlib.h>\n' | $(CXX) -std=c++20 -fsyntax-only -x c++ - 2>/dev/null; then :; \
+	elif command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq g++ zlib1g-dev; \
+	else \
+	  echo "kvcore needs a C++20 compiler and zlib with its header."; \
+	  echo "On Debian or Ubuntu: apt-get install g++ zlib1g-dev"; exit 1; \
+	fi
 
 DEBIAN := g++ cmake ninja-build libgtest-dev libbenchmark-dev zlib1g-dev
 HEADERS := '\#include <gtest/gtest.h>\n\#include <benchmark/benchmark.h>\n\#include <zlib.h>\n'
@@ -98,21 +113,9 @@ bench: deps $(INSTALLED)
 	@echo "These need models or data and print their usage with --help: bench/gsm8k_rescue.py,"
 	@echo "bench/degenerate_report.py"
 
-# BASE and HELPER: directories of two models with the same tokenizer. BUDGET: entries kept per lane.
-BUDGET ?= 128
-QUESTION ?= What is the sum of the first 20 odd numbers?
-demo: demo-models $(INSTALLED)
-	$(BIN)/kvcore solve --base "$(BASE)" --helper "$(HELPER)" --budget $(BUDGET) \
-	  --question "$(QUESTION)"
-
-demo-models:
-	@if [ -z "$(BASE)" ] || [ -z "$(HELPER)" ]; then \
-	  echo "make demo runs KV-Rescue: a base model whose cache is evicted, and a smaller helper with a"; \
-	  echo "full cache and the same tokenizer (Qwen2, Qwen3 or Llama)."; \
-	  [ -n "$(BASE)" ] || echo "missing: BASE=directory of the base model"; \
-	  [ -n "$(HELPER)" ] || echo "missing: HELPER=directory of the helper model"; \
-	  echo "Example: make demo BASE=models/qwen2.5-1.5b HELPER=models/qwen2.5-0.5b"; exit 1; \
-	fi
+# Flags of the demo: make demo ARGS="--budget 64 --problems 200"
+demo: $(RUNNABLE)
+	$(BIN)/kvcore demo $(ARGS)
 
 clean:
 	rm -rf build build-asan build-bench dist kvcore.egg-info

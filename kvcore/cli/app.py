@@ -27,6 +27,7 @@ from kvcore.config import (
     SamplingParams,
     SearchConfig,
 )
+from kvcore.demo import settings as demo_settings
 
 _SAMPLING = SamplingParams()
 _DETECTOR = DetectorConfig()
@@ -180,6 +181,12 @@ def solve(
     entropy_threshold: Annotated[
         float, typer.Option(help="Mean entropy in nats.")
     ] = _DETECTOR.entropy_threshold,
+    entropy_window: Annotated[
+        int, typer.Option(help="Tokens that the entropy is averaged over.")
+    ] = _DETECTOR.entropy_window,
+    entropy_guard: Annotated[
+        int, typer.Option(help="First token of a step that is tested.")
+    ] = _DETECTOR.entropy_guard,
     gzip_threshold: Annotated[
         float, typer.Option(help="Compressed over plain size.")
     ] = _DETECTOR.gzip_threshold,
@@ -221,6 +228,8 @@ def solve(
             )
             tests = DetectorConfig(
                 entropy_threshold=entropy_threshold,
+                entropy_window=entropy_window,
+                entropy_guard=entropy_guard,
                 gzip_threshold=gzip_threshold,
                 repetition=repetition,
             )
@@ -264,6 +273,52 @@ def solve(
         from kvcore.cli.solve import run_job  # torch
 
         run_job(job)
+
+    run_command(run, debug=debug)
+
+
+@app.command()
+def demo(
+    budget: Annotated[
+        int, typer.Option(help="Scored entries kept per lane of the base model.")
+    ] = demo_settings.BUDGET,
+    n: Annotated[
+        int, typer.Option("-n", "--n", help="Candidates per step, of each model.")
+    ] = demo_settings.N,
+    policy: Annotated[
+        str, typer.Option(metavar="rkv|random", help="What is evicted.")
+    ] = demo_settings.POLICY,
+    problems: Annotated[
+        int, typer.Option(help="Held-out problems per row.")
+    ] = demo_settings.PROBLEMS,
+    seed: Annotated[int, typer.Option(help="Of the problems and of every random draw.")] = 0,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; all cores if not given.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Trace of KV-Rescue; in the folder of temporary files if not given.",
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the table.")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Show on small embedded models what eviction costs and what KV-Rescue gives back."""
+
+    def run() -> None:
+        for flag, path in (("--trace", trace), ("--json", json_file)):
+            output_path(path, flag)
+        at_least(threads, 1, "--threads")
+        from kvcore.cli.demo import run_demo  # torch
+        from kvcore.demo.rows import Settings
+
+        with bad_value_is(UsageError, policy="--policy"):
+            settings = Settings(budget, n, policy, problems, seed)
+        run_demo(settings, trace=trace, json_file=json_file, threads=threads)
 
     run_command(run, debug=debug)
 

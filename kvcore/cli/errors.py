@@ -43,6 +43,8 @@ FLAGS: Mapping[str, str] = {
     "max_tokens": "--max-tokens",
     "context_len": "--max-tokens",
     "entropy_threshold": "--entropy-threshold",
+    "entropy_window": "--entropy-window",
+    "entropy_guard": "--entropy-guard",
     "gzip_threshold": "--gzip-threshold",
     "seed": "--seed",
     "dtype": "--dtype",
@@ -50,6 +52,7 @@ FLAGS: Mapping[str, str] = {
     "kv_blocks": "--kv-gb",
     "max_seqs": "--max-seqs",
     "system_prompt": "--system-prompt",
+    "problems": "--problems",
     "questions": "--question",
     "question": "--question",
 }
@@ -57,21 +60,25 @@ FLAGS: Mapping[str, str] = {
 _FIELD = re.compile(r"([a-z_]+)(?:\[\d+\])?(?=: )")
 
 
-def in_flags(message: str) -> str:
-    """``message`` with the setting it begins with ("budget: expected ...") named by its flag."""
+def in_flags(message: str, **others: str) -> str:
+    """``message`` with the setting it begins with ("budget: expected ...") named by its flag.
+
+    ``others``: flags of a command that has another one than ``FLAGS`` for a setting.
+    """
     match = _FIELD.match(message)
-    if match is None or match.group(1) not in FLAGS:
+    flag = None if match is None else {**FLAGS, **others}.get(match.group(1))
+    if match is None or flag is None:
         return message
-    return FLAGS[match.group(1)] + message[match.end() :]
+    return flag + message[match.end() :]
 
 
 @contextlib.contextmanager
-def bad_value_is(kind: type[UsageError] | type[Failure]) -> Iterator[None]:
-    """Turns a ``ValueError`` inside into ``kind``, its setting named by its flag."""
+def bad_value_is(kind: type[UsageError] | type[Failure], **flags: str) -> Iterator[None]:
+    """Turns a ``ValueError`` inside into ``kind``, its setting named as ``in_flags`` does."""
     try:
         yield
     except ValueError as error:
-        raise kind(in_flags(str(error))) from error
+        raise kind(in_flags(str(error), **flags)) from error
 
 
 def run_command(body: Callable[[], None], *, debug: bool) -> None:

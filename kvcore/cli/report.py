@@ -53,7 +53,11 @@ def write_json(path: Path, solutions: Sequence[Solution], *, several: bool) -> N
     The file appears whole or not at all. Raises OSError.
     """
     objects = [solution_json(s) for s in solutions]
-    content: Any = {"solutions": objects} if several else objects[0]
+    write_result(path, {"solutions": objects} if several else objects[0])
+
+
+def write_result(path: Path, content: Any) -> None:
+    """``content`` as JSON; the file appears whole or not at all. Raises OSError."""
     data = json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8", errors="replace")
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
         path.write_bytes(data + b"\n")

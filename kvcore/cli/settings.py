@@ -91,10 +91,12 @@ def _demo_directory(name: str, flag: str) -> Path:
 
 
 def parse_scorer(text: str) -> Scorer:
-    """``loglik``, ``random``, ``prm:DIR``, or the directory of a process reward model."""
+    """``loglik``, ``random``, ``prm:DIR``, ``demo:prm``, or a process reward model's directory."""
     if text in ("loglik", "random"):
         return Scorer(text)
     kind, separator, path = text.partition(":")
+    if separator and kind == "demo":
+        return Scorer("prm", model_directory(Path(text), "--scorer"))
     if separator and kind == "prm":
         return Scorer("prm", model_directory(Path(path), "--scorer"))
     if not Path(text).exists():

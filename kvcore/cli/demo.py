@@ -1,0 +1,189 @@
+"""Runs the demo: four ways to solve the same problems, one table, one solved problem."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvcore import __version__
+from kvcore.cli.errors import Failure, bad_value_is
+from kvcore.cli.report import write_result
+from kvcore.cli.screen import COLOURS
+from kvcore.demo.rows import TITLES, Row, Settings, load_models, recovered, run_row
+from kvcore.demo.settings import eviction_config
+from kvcore.demo.task import STEP_END, Problem
+from kvcore.native import _C
+from kvcore.search import ProblemEnded, Solution, TraceEvent
+from kvcore.view.trace import TraceWriter
+
+_ORDER = ("full", "evicted", "helper", "rescue")
+
+
+def default_trace() -> Path:
+    return Path(tempfile.gettempdir()) / "kvcore-demo.jsonl"
+
+
+def run_demo(
+    settings: Settings, *, trace: Path | None, json_file: Path | None, threads: int | None
+) -> None:
+    """Raises Failure if the embedded models are damaged, OSError if a file cannot be written."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+        _C.set_num_threads(threads)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    console = Console(highlight=False)
+    with bad_value_is(Failure):
+        models = load_models()
+    chosen = settings.draw()
+    eviction = eviction_config(settings.policy, settings.budget)
+    console.print(
+        f"{settings.problems} held-out problems, {settings.n} candidates per step and model. The "
+        f"base model's cache\nis evicted by {settings.policy}: every layer and head keeps "
+        f"{settings.budget} + {eviction.protect} entries.",
+        markup=False,
+    )
+    path = trace or default_trace()
+    rows: list[Row] = []
+    solutions: dict[str, list[Solution]] = {}
+    told = {"demo": asdict(settings)}
+    with (
+        TraceWriter(path, settings=told, version=__version__) as writer,
+        _Bars(console, settings.problems) as bars,
+    ):
+        for method in _ORDER:
+            bars.begin(method)
+
+            def on_event(event: TraceEvent, method: str = method) -> None:
+                if method == "rescue":
+                    writer.write(event.to_json())
+                if isinstance(event, ProblemEnded):
+                    bars.advance()
+
+            row, solutions[method] = run_row(method, models, settings, chosen, on_event=on_event)
+            rows.append(row)
+            bars.end(row)
+    share = recovered(rows)
+    _print_table(console, rows, share)
+    _print_example(console, chosen, rows, solutions)
+    console.print(f"trace of KV-Rescue: {path}", markup=False, soft_wrap=True)
+    if json_file is not None:
+        result = {"rows": [row.to_json() for row in rows], "recovered": share}
+        write_result(json_file, {**result, "settings": asdict(settings)})
+
+
+class _Bars:
+    """Progress of one row at a time; a line per finished row where stdout is no terminal."""
+
+    def __init__(self, console: Console, problems: int) -> None:
+        self._console = console
+        self._problems = problems
+        columns = (
+            TextColumn("{task.description:<14}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[result]}"),
+        )
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+
+    def __enter__(self) -> _Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, method: str) -> None:
+        self._task = self._progress.add_task(TITLES[method], total=self._problems, result="")
+
+    def advance(self) -> None:
+        self._progress.advance(self._task)
+
+    def end(self, row: Row) -> None:
+        solved = f"{sum(row.right)} right"
+        self._progress.update(self._task, result=solved)
+        if not self._console.is_terminal:
+            self._console.print(f"{TITLES[row.method]}: {solved}, {row.seconds:.1f} s")
+
+
+def _print_table(console: Console, rows: Sequence[Row], share: float | None) -> None:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for i, title in enumerate(
+        ("", "right", "base\ntokens", "helper\ntokens", "steps", "helper\nsteps", "early\nexits",
+         "ran\naway", "KV\nKiB", "time")
+    ):  # fmt: skip
+        table.add_column(title, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            TITLES[row.method],
+            f"{row.accuracy:.0%}",
+            f"{row.base_tokens / 1000:.1f}k",
+            f"{row.helper_tokens / 1000:.1f}k",
+            f"{row.mean_steps:.1f}",
+            f"{row.helper_steps / max(1, row.steps):.0%}",
+            f"{row.aborted:,}",
+            f"{row.unended:,}",
+            f"{row.kv_bytes / 1024:.0f}",
+            f"{row.seconds:.0f} s",
+            style="bold" if row.method == "rescue" else "",
+        )
+    console.print(table)
+    if share is None:
+        console.print("Eviction lost nothing here: there is nothing to recover.")
+    else:
+        console.print(f"KV-Rescue recovered {share:.0%} of the accuracy that eviction lost.")
+
+
+def _print_example(
+    console: Console,
+    chosen: Sequence[Problem],
+    rows: Sequence[Row],
+    solutions: dict[str, list[Solution]],
+) -> None:
+    """One problem that KV-Rescue solved, if possible one that the evicted model did not."""
+    right = {row.method: row.right for row in rows}
+    solved = [i for i, ok in enumerate(right["rescue"]) if ok]
+    if not solved:
+        return
+    i = min(solved, key=lambda i: (right["evicted"][i], len(solutions["rescue"][i].steps)))
+    problem, solution = chosen[i], solutions["rescue"][i]
+    console.print()
+    console.print(Text(f"Problem {i + 1}: ", style="bold"), Text(problem.question, style="dim"))
+    steps = Text("KV-Rescue: ")
+    for step in solution.steps:
+        steps.append(step.text.strip(), style=COLOURS[step.source])
+        steps.append(" | " if step.text.endswith(STEP_END) else "")
+    steps.append(f" (right; {', '.join(_legend(solution))})", style="dim")
+    console.print(steps)
+    if not right["evicted"][i]:
+        console.print(_first_mistake(problem, solutions["evicted"][i]))
+
+
+def _legend(solution: Solution) -> list[str]:
+    sources = [step.source for step in solution.steps]
+    return [f"{sources.count(s)} steps by the {s} in {COLOURS[s]}" for s in ("base", "helper")]
+
+
+def _first_mistake(problem: Problem, solution: Solution) -> Text:
+    texts = [step.text for step in solution.steps]
+    for i, text in enumerate(texts):
+        expected = problem.expected(texts[:i]).strip()
+        if text.strip() != expected:
+            return Text.assemble(
+                "Evicted alone went wrong at step ",
+                f"{i + 1}: ",
+                (text.strip(), "red"),
+                f" instead of {expected}; its steps: {len(texts)}.",
+            )
+    return Text(f"Evicted alone did not end: {len(texts)} steps.")
