@@ -69,6 +69,25 @@ void ScoreRandom(const BoundStore& s, const TensorArg<"rows">& rows,
   OpsOf(s).score_random(s.store.view(), p, stream);
 }
 
+void ScoreKeys(const BoundStore& s, const TensorArg<"rows">& rows, const TensorArg<"score">& score,
+               int64_t kind, int64_t protect, Stream stream) {
+  ScoreKeysParams p;
+  p.rows = rows;
+  p.score = score;
+  p.kind = static_cast<KeyScore>(kind);
+  p.protect = protect;
+  OpsOf(s).score_keys(s.store.view(), p, stream);
+}
+
+void ScoreTova(const BoundStore& s, const TensorArg<"rows">& rows, const TensorArg<"score">& score,
+               int64_t protect, Stream stream) {
+  ScoreTovaParams p;
+  p.rows = rows;
+  p.score = score;
+  p.protect = protect;
+  OpsOf(s).score_tova(s.store.view(), p, stream);
+}
+
 void SelectSlots(const BoundStore& s, const TensorArg<"rows">& rows,
                  const TensorArg<"score">& score, const TensorArg<"keep">& keep,
                  const TensorArg<"drop">& drop, const TensorArg<"drop_count">& drop_count,
@@ -137,6 +156,10 @@ void BindOps(py::module_& m) {
       py::arg("store"), py::arg("max_slots"));
   m.def("score_random", &ScoreRandom, py::arg("store"), py::arg("rows"), py::arg("score"),
         py::arg("seed"), py::arg("protect"), py::arg("stream") = 0, NoGil());
+  m.def("score_keys", &ScoreKeys, py::arg("store"), py::arg("rows"), py::arg("score"),
+        py::arg("kind"), py::arg("protect"), py::arg("stream") = 0, NoGil());
+  m.def("score_tova", &ScoreTova, py::arg("store"), py::arg("rows"), py::arg("score"),
+        py::arg("protect"), py::arg("stream") = 0, NoGil());
   m.def("select_slots", &SelectSlots, py::arg("store"), py::arg("rows"), py::arg("score"),
         py::arg("keep"), py::arg("drop"), py::arg("drop_count"), py::arg("stream") = 0, NoGil());
   m.def("copy_blocks", &CopyBlocks, py::arg("store"), py::arg("src"), py::arg("dst"),
