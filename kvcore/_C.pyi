@@ -99,6 +99,7 @@ def score_rkv(
     kernel: int,
     mix: float,
     threshold: float,
+    pool_first: bool = False,
     stream: int = 0,
 ) -> None: ...
 def score_rkv_scratch_bytes(store: KvStore, max_slots: int) -> int:

@@ -75,6 +75,7 @@ def score_rkv(
     kernel: int,
     mix: float,
     threshold: float,
+    pool_first: bool,
 ) -> Tensor:
     """R-KV score of every live slot, f32 [seqs, layers, kv_heads, slots]; higher is kept.
 
@@ -82,13 +83,14 @@ def score_rkv(
         rows: i32 [seqs].
         lanes: (layers, kv_heads).
         slots: at least the longest lane of these rows.
+        protect, kernel, mix, threshold, pool_first: as in ``EvictionConfig``.
     Raises:
         ValueError: a key or query is not finite; the message names row, layer and head.
     Source: R-KV (arXiv 2505.24133); csrc/ops/score_rkv.h.
     """
     score = torch.empty((len(rows), *lanes, slots), dtype=torch.float32)
     scratch = torch.empty(_C.score_rkv_scratch_bytes(store, slots), dtype=torch.uint8)
-    _C.score_rkv(store, rows, score, scratch, protect, kernel, mix, threshold)
+    _C.score_rkv(store, rows, score, scratch, protect, kernel, mix, threshold, pool_first)
     return score
 
 

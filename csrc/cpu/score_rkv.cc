@@ -132,6 +132,7 @@ void ScoreRkvCpu(const KvCacheView& view, const ScoreRkvParams& p, Stream) {
       args.kernel = p.kernel;
       args.mix = p.mix;
       args.threshold = p.threshold;
+      args.pool_first = p.pool_first;
       if (!kernels.score_lane(args)) bad.Add(index);
     }
   });
