@@ -69,11 +69,11 @@ class EvictionConfig:
         budget: B, scored entries kept per lane; required unless policy is "full".
         protect: newest entries never scored.
         headroom: slots above ``budget`` at which eviction fires.
-        window: observation queries (R-KV's alpha).
+        window: observation queries (R-KV's alpha) of "rkv" and "snapkv"; at most ``protect``.
         protect_prompt: keep the prompt besides ``budget``.
         mix: R-KV's lambda, weight of importance against redundancy.
-        kernel: width of the max-pool of R-KV, odd.
-        pool_first: R-KV pools the attention of each query before the mean over
+        kernel: width of the max-pool of "rkv" and "snapkv", odd.
+        pool_first: "rkv" and "snapkv" pool the attention of each query before the mean over
             queries, as in R-KV's eq. 4, instead of after it, as in its released code.
         threshold: cosine similarity above which keys count as similar.
         seed: of the "random" policy.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvcore import ops
 from kvcore.cache import KVCache
-from kvcore.config import EvictionConfig
+from kvcore.config import EvictionConfig, require
 
 
 class Policy(ABC):
@@ -19,14 +19,23 @@ class Policy(ABC):
 
     Attributes:
         name: as given to ``EvictionConfig.policy``.
-        observes: whether it reads the query ring; the cache then keeps ``config.window`` queries.
+        observes: whether it reads the query ring.
     """
 
     name: ClassVar[str]
     observes: ClassVar[bool] = False
 
     def __init__(self, config: EvictionConfig) -> None:
+        """Raises ``ValueError``: settings that this policy cannot work with."""
         self.config = config
+        # An older query has not seen all of the entries it would score.
+        expected = f"at most protect ({config.protect}) with policy {config.policy!r}"
+        require(self.window <= config.protect, "window", expected, config.window)
+
+    @property
+    def window(self) -> int:
+        """Queries that the cache keeps for it."""
+        return self.config.window if self.observes else 0
 
     @abstractmethod
     def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
