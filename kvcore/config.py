@@ -77,6 +77,8 @@ class EvictionConfig:
             queries, as in R-KV's eq. 4, instead of after it, as in its released code.
         threshold: cosine similarity above which keys count as similar.
         seed: of the "random" policy.
+        scope: "lane": each lane keeps its own best; "global": all lanes of a sequence keep the
+            same positions, by the mean of their scores.
     Source: R-KV defaults; KV-Rescue, experiment setup (lambda 0.1, headroom 128).
     """
 
@@ -91,6 +93,7 @@ class EvictionConfig:
     threshold: float = 0.5
     seed: int = 0
     pool_first: bool = False
+    scope: str = "lane"
 
     def __post_init__(self) -> None:
         require(isinstance(self.policy, str) and self.policy != "", "policy", "a name", self.policy)
@@ -111,6 +114,7 @@ class EvictionConfig:
         require(ok, "threshold", "a number in [-1, 1]", self.threshold)
         require_int(self.seed, "seed", 0, 2**63 - 1)
         require(isinstance(self.pool_first, bool), "pool_first", "a bool", self.pool_first)
+        require(self.scope in ("lane", "global"), "scope", "'lane' or 'global'", self.scope)
 
     @property
     def evicts(self) -> bool:

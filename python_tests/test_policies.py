@@ -197,6 +197,32 @@ def test_tova_keeps_the_same_positions_in_all_heads_of_a_layer():
     assert first == second != third == fourth
 
 
+def test_a_global_kept_set_needs_lanes_that_hold_the_same():
+    cache = filled_cache([60, 60])
+    before = lane_positions(cache)
+    policy = make_policy(replace(SMALL["rkv"], scope="global"))
+    with pytest.raises(ValueError, match=r"^scope: expected lanes that hold the same positions"):
+        evict(policy, cache, cache.seqs, [1, 1])
+    assert lane_positions(cache) == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_global_kept_set_is_one_for_all_lanes_and_depends_on_no_other_sequence(name):
+    lengths = [90, 7, 40, 61]
+    policy = make_policy(replace(SMALL[name], scope="global", protect_prompt=True))
+    together = filled_cache(lengths, drop_seed=None)
+    evict(policy, together, together.seqs, [5] * 4)
+    alone = filled_cache(lengths, drop_seed=None)
+    for seq in reversed(alone.seqs):
+        evict(policy, alone, [seq], [5])
+    kept = lane_positions(together)
+    assert kept == lane_positions(alone)
+    for i, length in enumerate(lengths):
+        lanes = kept[i * SHAPE.lanes : (i + 1) * SHAPE.lanes]
+        assert lanes == [lanes[0]] * SHAPE.lanes
+        assert set(range(5)) <= set(lanes[0]) and len(lanes[0]) == min(length, 12 + 4 + 5)
+
+
 # ---- through the engine
 
 
@@ -219,6 +245,10 @@ class Recorder:
         self, layer: int, head: int, held: list[int], tokens: int, config: EvictionConfig
     ) -> np.ndarray:
         """Of the ``held`` positions but the newest, when ``tokens`` tokens have come."""
+        if config.scope == "global":
+            one = replace(config, scope="lane")
+            lanes = np.ndindex(SHAPE.layers, SHAPE.kv_heads)
+            return np.mean([self.score(*lane, held, tokens, one) for lane in lanes], axis=0)
         keys = [np.stack([self.keys[layer][p][h] for p in held]) for h in range(SHAPE.kv_heads)]
         queries = np.stack(self.queries[layer][:tokens], axis=1)
         return ORACLES[config.policy](keys, queries, np.array(held), config)[head]
@@ -232,6 +262,9 @@ class Recorder:
         EvictionConfig("rkv", budget=24, headroom=32, protect=16, window=16, threshold=0.1, mix=0),
         EvictionConfig("rkv", budget=20, headroom=12, pool_first=True, mix=0.5),
         EvictionConfig("snapkv", budget=20, headroom=12, pool_first=True, kernel=3),
+        EvictionConfig("rkv", budget=20, headroom=12, scope="global", mix=0.5),
+        EvictionConfig("snapkv", budget=20, headroom=12, scope="global"),
+        EvictionConfig("tova", budget=20, headroom=12, scope="global"),
         *(EvictionConfig(name, budget=21, headroom=12) for name in sorted(ORACLES)),
         *(
             EvictionConfig(name, budget=9, headroom=7, protect=3, window=2, kernel=3)
@@ -239,7 +272,7 @@ class Recorder:
         ),
     ],
     ids=lambda c: "-".join(
-        [c.policy, str(c.budget), str(c.protect), *["pool_first"] * c.pool_first]
+        [c.policy, str(c.budget), str(c.protect), c.scope, *["pool_first"] * c.pool_first]
     ),
 )
 def test_a_policy_in_the_engine_keeps_what_its_oracle_keeps(config):
