@@ -22,6 +22,7 @@ constexpr int64_t kSpareSlots = 5;
 struct Settings {
   int64_t protect = 8, kernel = 7;
   float mix = 0.1f, threshold = 0.5f;
+  bool pool_first = false;
 };
 
 std::vector<int64_t> SlotsByPosition(const LaneFixture& cache, int64_t row, int64_t layer,
@@ -42,6 +43,7 @@ RkvOracleInput OracleInput(const LaneFixture& cache, int64_t row, int64_t layer,
   in.kernel = set.kernel;
   in.mix = set.mix;
   in.threshold = set.threshold;
+  in.pool_first = set.pool_first;
   for (int64_t slot : SlotsByPosition(cache, row, layer, head)) {
     in.keys.emplace_back();
     for (int64_t d = 0; d < s.head_dim; ++d)
@@ -76,6 +78,7 @@ OwnedTensor Score(const LaneFixture& cache, const OwnedTensor& rows, const Setti
   p.kernel = set.kernel;
   p.mix = set.mix;
   p.threshold = set.threshold;
+  p.pool_first = set.pool_first;
   ScoreRkvCpu(cache.view(), p, 0);
   for (int i = 0; i < 64; ++i) EXPECT_EQ(scratch[static_cast<size_t>(bytes) + i], 0xcd);
   return score;
@@ -199,7 +202,8 @@ TEST_P(ScoreRkvTest, EqualsTheOracleForEverySetting) {
   for (const Settings& set :
        {Settings{.protect = 0}, Settings{.protect = 1}, Settings{.protect = 20},
         Settings{.protect = 160}, Settings{.protect = 1000}, Settings{.kernel = 1},
-        Settings{.kernel = 31}, Settings{.kernel = 1001}, Settings{.mix = 1.0f},
+        Settings{.kernel = 31}, Settings{.kernel = 1001}, Settings{.pool_first = true},
+        Settings{.kernel = 31, .mix = 1.0f, .pool_first = true}, Settings{.mix = 1.0f},
         Settings{.mix = 0.5f}, Settings{.threshold = 0.05f}, Settings{.threshold = 0.9f},
         Settings{.threshold = 2.0f}, Settings{.threshold = -0.25f}}) {
     SCOPED_TRACE("protect " + std::to_string(set.protect) + " kernel " +

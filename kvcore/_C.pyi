@@ -99,6 +99,7 @@ def score_rkv(
     kernel: int,
     mix: float,
     threshold: float,
+    pool_first: bool = False,
     stream: int = 0,
 ) -> None: ...
 def score_rkv_scratch_bytes(store: KvStore, max_slots: int) -> int:
@@ -106,6 +107,12 @@ def score_rkv_scratch_bytes(store: KvStore, max_slots: int) -> int:
 
 def score_random(
     store: KvStore, rows: Tensor, score: Tensor, seed: int, protect: int, stream: int = 0
+) -> None: ...
+def score_keys(
+    store: KvStore, rows: Tensor, score: Tensor, kind: int, protect: int, stream: int = 0
+) -> None: ...
+def score_tova(
+    store: KvStore, rows: Tensor, score: Tensor, protect: int, stream: int = 0
 ) -> None: ...
 def select_slots(
     store: KvStore,

@@ -69,12 +69,16 @@ class EvictionConfig:
         budget: B, scored entries kept per lane; required unless policy is "full".
         protect: newest entries never scored.
         headroom: slots above ``budget`` at which eviction fires.
-        window: observation queries (R-KV's alpha).
+        window: observation queries (R-KV's alpha) of "rkv" and "snapkv"; at most ``protect``.
         protect_prompt: keep the prompt besides ``budget``.
         mix: R-KV's lambda, weight of importance against redundancy.
-        kernel: width of R-KV's max-pool, odd.
+        kernel: width of the max-pool of "rkv" and "snapkv", odd.
+        pool_first: "rkv" and "snapkv" pool the attention of each query before the mean over
+            queries, as in R-KV's eq. 4, instead of after it, as in its released code.
         threshold: cosine similarity above which keys count as similar.
         seed: of the "random" policy.
+        scope: "lane": each lane keeps its own best; "global": all lanes of a sequence keep the
+            same positions, by the mean of their scores.
     Source: R-KV defaults; KV-Rescue, experiment setup (lambda 0.1, headroom 128).
     """
 
@@ -88,6 +92,8 @@ class EvictionConfig:
     kernel: int = 7
     threshold: float = 0.5
     seed: int = 0
+    pool_first: bool = False
+    scope: str = "lane"
 
     def __post_init__(self) -> None:
         require(isinstance(self.policy, str) and self.policy != "", "policy", "a name", self.policy)
@@ -107,6 +113,8 @@ class EvictionConfig:
         ok = _is_number(self.threshold) and -1 <= self.threshold <= 1
         require(ok, "threshold", "a number in [-1, 1]", self.threshold)
         require_int(self.seed, "seed", 0, 2**63 - 1)
+        require(isinstance(self.pool_first, bool), "pool_first", "a bool", self.pool_first)
+        require(self.scope in ("lane", "global"), "scope", "'lane' or 'global'", self.scope)
 
     @property
     def evicts(self) -> bool:

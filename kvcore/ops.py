@@ -7,13 +7,16 @@ Each function is a thin call into the extension; contracts (shapes, laws) stand 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvcore.config import require
 from kvcore.native import _C
 
 BLOCK_SLOTS = 16
+_KEY_SCORES = {"norm": 0, "difference": 1}  # KeyScore of csrc/ops/score_keys.h
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def score_rkv(
     kernel: int,
     mix: float,
     threshold: float,
+    pool_first: bool,
 ) -> Tensor:
     """R-KV score of every live slot, f32 [seqs, layers, kv_heads, slots]; higher is kept.
 
@@ -79,13 +83,14 @@ def score_rkv(
         rows: i32 [seqs].
         lanes: (layers, kv_heads).
         slots: at least the longest lane of these rows.
+        protect, kernel, mix, threshold, pool_first: as in ``EvictionConfig``.
     Raises:
         ValueError: a key or query is not finite; the message names row, layer and head.
     Source: R-KV (arXiv 2505.24133); csrc/ops/score_rkv.h.
     """
     score = torch.empty((len(rows), *lanes, slots), dtype=torch.float32)
     scratch = torch.empty(_C.score_rkv_scratch_bytes(store, slots), dtype=torch.uint8)
-    _C.score_rkv(store, rows, score, scratch, protect, kernel, mix, threshold)
+    _C.score_rkv(store, rows, score, scratch, protect, kernel, mix, threshold, pool_first)
     return score
 
 
@@ -95,6 +100,43 @@ def score_random(
     """Uniform scores that depend on (seed, layer, head, position) only; shape as score_rkv."""
     score = torch.empty((len(rows), *lanes, slots), dtype=torch.float32)
     _C.score_random(store, rows, score, seed, protect)
+    return score
+
+
+def score_keys(
+    store: _C.KvStore,
+    rows: Tensor,
+    lanes: tuple[int, int],
+    slots: int,
+    *,
+    kind: Literal["norm", "difference"],
+    protect: int,
+) -> Tensor:
+    """Scores from the keys alone; shape as score_rkv.
+
+    Args:
+        kind: "norm" is -|k| (Knorm, arXiv 2406.11430); "difference" is -cos(k, mean of the lane's
+            unit keys) (KeyDiff, arXiv 2504.15364).
+    Raises:
+        ValueError: a key is not finite; the message names row, layer and head.
+    """
+    require(kind in _KEY_SCORES, "kind", f"one of {', '.join(_KEY_SCORES)}", kind)
+    score = torch.empty((len(rows), *lanes, slots), dtype=torch.float32)
+    _C.score_keys(store, rows, score, _KEY_SCORES[kind], protect)
+    return score
+
+
+def score_tova(
+    store: _C.KvStore, rows: Tensor, lanes: tuple[int, int], slots: int, *, protect: int
+) -> Tensor:
+    """Attention of the newest query, averaged over the layer's query heads; shape as score_rkv.
+
+    Raises:
+        ValueError: a key or query is not finite; the message names row, layer and head.
+    Source: TOVA (arXiv 2401.06104); csrc/ops/score_tova.h.
+    """
+    score = torch.empty((len(rows), *lanes, slots), dtype=torch.float32)
+    _C.score_tova(store, rows, score, protect)
     return score
 
 

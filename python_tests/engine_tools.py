@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 
-from kvcore.config import EngineConfig, SamplingParams
+from kvcore.config import EngineConfig, EvictionConfig, SamplingParams
 from kvcore.engine import Engine, GenerateSpec, StepEvent
+from kvcore.policies import available
+
+EVICTING = {
+    name: EvictionConfig(name, budget=24, headroom=32, seed=5)
+    for name in available()
+    if name != "full"
+}
+every_policy = pytest.mark.parametrize("eviction", EVICTING.values(), ids=EVICTING)
 
 
 def small_config(**changes: object) -> EngineConfig:

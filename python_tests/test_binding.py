@@ -13,6 +13,7 @@ import torch
 from support.lanes import Lanes
 from torch._subclasses import FakeTensorMode
 
+from kvcore import ops
 from kvcore.native import _C
 
 DTYPES = ["float32", "bfloat16", "float16", "float64", "int32", "int64", "uint8", "bool"]
@@ -387,6 +388,41 @@ def test_random_scores_follow_seed_and_protect() -> None:
     assert not torch.equal(first[:, :17], score(6, 3)[:, :17])
     with pytest.raises(TypeError):
         score(-1, 3)
+
+
+def test_key_scores_take_their_kind_and_protect() -> None:
+    lanes = small_lanes()
+    key = torch.arange(1.0, 21).view(20, 1, 1).expand(20, 2, 8).contiguous()
+    lanes.append(key, key, torch.ones(20, 4, 8))
+
+    def score(kind: int, protect: int) -> torch.Tensor:
+        out = torch.full((1, 1, 2, 24), torch.nan)
+        _C.score_keys(lanes.store, lanes.rows(), out, kind=kind, protect=protect)
+        return out[0, 0]
+
+    norms = -torch.arange(1.0, 21) * 8**0.5
+    for kind, want in [(0, norms), (1, -torch.ones(20))]:
+        got = score(kind, 3)
+        torch.testing.assert_close(got[:, :17], want[:17].expand(2, 17), atol=0, rtol=1e-5)
+        assert torch.all(got[:, 17:20] == torch.inf) and torch.all(got[:, 20:] == -torch.inf)
+    with pytest.raises(ValueError, match=r"^kind: expected 0 \(norm\) or 1 \(difference\), got 2"):
+        score(2, 3)
+    with pytest.raises(ValueError, match=r"^kind: expected one of norm, difference, got 'sum'"):
+        ops.score_keys(lanes.store, lanes.rows(), (1, 2), 20, kind="sum", protect=3)
+
+
+def test_tova_scores_are_the_attention_of_the_newest_query() -> None:
+    g = torch.Generator().manual_seed(6)
+    lanes = small_lanes()
+    key, query = torch.randn((20, 2, 8), generator=g), torch.randn((20, 4, 8), generator=g)
+    lanes.append(key, key, query)
+    got = torch.full((1, 1, 2, 24), torch.nan)
+    _C.score_tova(lanes.store, lanes.rows(), got, protect=3)
+    logits = query[-1].view(2, 2, 8).double() @ key.permute(1, 2, 0).double() / 8**0.5
+    want = logits.softmax(-1).mean((0, 1))
+    torch.testing.assert_close(got[0, 0, :, :17].double(), want[:17].expand(2, 17))
+    assert torch.all(got[0, 0, :, 17:20] == torch.inf)
+    assert torch.all(got[0, 0, :, 20:] == -torch.inf)
 
 
 def test_copy_blocks_copies_all_planes() -> None:

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_tools import generate, greedy, hf_greedy, make_prompts, run, sampled, small_config
+from engine_tools import (
+    EVICTING,
+    every_policy,
+    generate,
+    greedy,
+    hf_greedy,
+    make_prompts,
+    run,
+    sampled,
+    small_config,
+)
 from tiny_models import byte_tokenizer, make_model, make_module
 
 from kvcore.config import EngineConfig, EvictionConfig, SamplingParams
@@ -15,9 +25,7 @@ from kvcore.engine import Engine, GenerateSpec, Output
 from kvcore.models import bind_model
 from kvcore.search.driver import eviction_notice
 
-RKV = EvictionConfig("rkv", budget=24, headroom=32)
-RANDOM = EvictionConfig("random", budget=24, headroom=32, seed=5)
-both_policies = pytest.mark.parametrize("eviction", [RKV, RANDOM], ids=["rkv", "random"])
+RKV = EVICTING["rkv"]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +50,7 @@ def tokens_and_positions(engine: Engine, prompt: list[int]) -> tuple[list[int], 
     return result
 
 
-@both_policies
+@every_policy
 def test_p01_eviction_is_transparent_while_nothing_is_evicted(model, eviction):
     prompts = make_prompts([1, 9, 40])
     wide = replace(eviction, budget=2048)
@@ -52,7 +60,7 @@ def test_p01_eviction_is_transparent_while_nothing_is_evicted(model, eviction):
     assert evicting.stats.evictions == 0
 
 
-@both_policies
+@every_policy
 def test_p02_position_ids_count_logical_tokens_after_evictions(model, eviction):
     engine = Engine(model, small_config(), eviction=eviction)
     seen: list[int] = []
@@ -99,7 +107,7 @@ def test_p03_a_budget_of_at_most_the_window_works(model, budget):
     assert {len(lane) for lane in held(engine, seq)} == {budget + eviction.protect}
 
 
-@both_policies
+@every_policy
 @pytest.mark.parametrize("length", [1, 2, 5, 7, 8, 23, 24, 25, 31, 32, 33, 55, 56, 57, 300])
 def test_p04_nothing_is_evicted_below_the_bound_and_exactly_budget_kept_above(
     model, eviction, length
@@ -115,7 +123,7 @@ def test_p04_nothing_is_evicted_below_the_bound_and_exactly_budget_kept_above(
             assert lane[-eviction.protect :] == list(range(length - eviction.protect, length))
 
 
-@both_policies
+@every_policy
 def test_p05_chunked_prefill_keeps_the_same_as_prefill_in_one(model, eviction):
     [prompt] = make_prompts([5 * eviction.budget + 1])
     results = []
@@ -131,7 +139,7 @@ def test_p05_chunked_prefill_keeps_the_same_as_prefill_in_one(model, eviction):
     assert results[0] == results[1] == results[2]
 
 
-@both_policies
+@every_policy
 def test_p06_the_first_eviction_depends_on_length_alone_and_finds_a_full_window(model, eviction):
     eviction = replace(eviction, budget=40, headroom=16)
     engine = Engine(model, small_config(), eviction=eviction)
@@ -149,7 +157,7 @@ def test_p06_the_first_eviction_depends_on_length_alone_and_finds_a_full_window(
     assert fired[:3] == [56, 64, 72]
 
 
-@both_policies
+@every_policy
 def test_p07_each_sequence_keeps_what_it_keeps_alone(model, eviction):
     prompts = make_prompts([70, 90], seed=4)
     together = Engine(model, small_config(), eviction=eviction)
@@ -176,7 +184,7 @@ def test_p08_ragged_prompts_continue_where_each_of_them_ends(model):
         assert held(engine, seq) == [list(range(len(prompt) + 19))] * 4  # no slot holds padding
 
 
-@both_policies
+@every_policy
 def test_p09_every_generation_of_a_process_evicts(model, eviction):
     engine = Engine(model, small_config(), eviction=eviction)
     counts = []
@@ -196,7 +204,7 @@ def test_p09_eviction_that_never_fired_is_reported(model):
     assert eviction_notice(EvictionConfig(), 0) is None
 
 
-@both_policies
+@every_policy
 def test_p10_a_used_engine_is_like_a_new_one(model, eviction):
     first, second = make_prompts([80, 33], seed=6)
     used = Engine(model, small_config(), eviction=eviction)

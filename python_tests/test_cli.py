@@ -25,6 +25,7 @@ from kvcore.config import (
     SamplingParams,
     SearchConfig,
 )
+from kvcore.policies import available
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -52,7 +53,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSearch]:
         (["--evict", "full", "--budget", "64"], "--budget: expected None with policy 'full'"),
         (["--evict", "full", "--protect", "4"], "--protect: expected only with a policy"),
         (["--headroom", "64"], "--headroom: expected only with a policy that evicts"),
-        (["--evict", "nosuch", "--budget", "64"], "--evict: expected one of full, rkv"),
+        (["--evict", "nosuch", "--budget", "64"], "--evict: expected one of full, rkv, "),
+        (["--budget", "64", "--window", "9"], "--window: expected at most protect (8)"),
+        (["--evict", "streamingllm", "--budget", "3"], "--budget: expected an integer >= 4, got 3"),
         (["--budget", "64", "--headroom", "8"], "--headroom: expected more than protect (8)"),
         (["--budget", "64", "--protect", "0"], "--protect: expected an integer >= 1"),
         (["--budget", "64", "--window", "0"], "--window: expected an integer >= 1"),
@@ -149,6 +152,14 @@ def test_documented_flags_are_those_that_exist() -> None:
     helps = [run(command, "--help").stdout for command in ("solve", "demo")]
     existing = set(flag.findall("".join(helps)))
     assert documented - {"--version"} == existing - {"--n", "--help"}
+
+
+def test_help_and_documentation_name_every_policy() -> None:
+    text = re.sub(r"[│\s]+", " ", run("solve", "--help").stdout)
+    [listed] = re.findall(r"Policy: (.*?);", text)
+    assert set(re.split(", | or ", listed)) == set(available())
+    table = (DOCS / "cli.md").read_text().partition("| policy |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(available())
 
 
 def test_messages_keep_words_that_are_no_setting() -> None:

@@ -9,12 +9,12 @@ from tiny_models import ARCHITECTURES, make_model, make_module, make_prm
 
 from kvcore.config import EvictionConfig
 from kvcore.engine import Engine, Finish, Output
+from kvcore.policies import available
 
 LENGTHS = (1, 5, 17, 50, 131)
 POLICIES = {
     "full": EvictionConfig(),
-    "rkv": EvictionConfig("rkv", budget=512),
-    "random": EvictionConfig("random", budget=512),
+    **{name: EvictionConfig(name, budget=512) for name in available() if name != "full"},
 }
 
 

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_tools import generate, greedy, make_prompts, run, sampled, small_config
+from engine_tools import (
+    EVICTING,
+    every_policy,
+    generate,
+    greedy,
+    make_prompts,
+    run,
+    sampled,
+    small_config,
+)
 from tiny_models import make_model
 
 from kvcore.config import EvictionConfig
 from kvcore.engine import Engine
 
-RKV = EvictionConfig("rkv", budget=24, headroom=32)
-RANDOM = EvictionConfig("random", budget=24, headroom=32, seed=5)
-EVICTING = [RKV, RANDOM]
+RKV = EVICTING["rkv"]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model(tokenizer=False)
+    """None of its ids ends a text."""
+    found = make_model(tokenizer=False)
+    object.__setattr__(found, "eos_ids", frozenset())
+    return found
 
 
-@pytest.mark.parametrize("eviction", EVICTING, ids=["rkv", "random"])
+@every_policy
 def test_the_cache_never_holds_more_than_its_bound_and_positions_go_on(model, eviction):
     engine = Engine(model, small_config(), eviction=eviction)
     seq = engine.add(make_prompts([10])[0], greedy(200))
@@ -39,7 +49,7 @@ def test_the_cache_never_holds_more_than_its_bound_and_positions_go_on(model, ev
     assert engine.stats.kv_bytes_peak_seq < engine.model.kv_bytes_per_token * 209
 
 
-@pytest.mark.parametrize("eviction", EVICTING, ids=["rkv", "random"])
+@every_policy
 def test_the_newest_entries_and_exactly_budget_others_survive(model, eviction):
     engine = Engine(model, small_config(), eviction=eviction)
     seq = engine.add(make_prompts([eviction.trigger + 30])[0])
@@ -53,7 +63,7 @@ def test_the_newest_entries_and_exactly_budget_others_survive(model, eviction):
         assert held[-eviction.protect :] == list(range(newest - eviction.protect + 1, newest + 1))
 
 
-@pytest.mark.parametrize("eviction", EVICTING, ids=["rkv", "random"])
+@every_policy
 def test_forks_of_an_evicted_sequence_neither_see_nor_disturb_each_other(model, eviction):
     [prompt] = make_prompts([70])
     engine = Engine(model, small_config(), eviction=eviction)
@@ -72,9 +82,13 @@ def test_forks_of_an_evicted_sequence_neither_see_nor_disturb_each_other(model, 
     engine.cache.store.check_integrity()
 
 
-@pytest.mark.parametrize("eviction", [EvictionConfig(), *EVICTING], ids=["full", "rkv", "random"])
-@pytest.mark.parametrize("blocks", [44, 60, 80])
-def test_preemption_changes_no_token(model, eviction, blocks):
+@pytest.mark.parametrize(
+    ("policy", "blocks"),
+    [(p, 44) for p in ("full", *EVICTING)]
+    + [(p, blocks) for p in ("full", "rkv", "random") for blocks in (60, 80)],
+)
+def test_preemption_changes_no_token(model, policy, blocks):
+    eviction = EVICTING.get(policy, EvictionConfig())
     prompts = make_prompts([30, 60, 45, 20], seed=7)
     roomy = Engine(model, small_config(), eviction=eviction)
     tight = Engine(model, small_config(kv_blocks=blocks), eviction=eviction)

@@ -15,6 +15,11 @@ import torch
 from support import rkv_oracle
 from support.lanes import Lanes
 
+from kvcore import ops
+from kvcore.cache import CacheShape, KVCache
+from kvcore.config import EvictionConfig
+from kvcore.policies import evict, make_policy
+
 HERE = Path(__file__).resolve().parent
 SMALL = np.load(HERE / "data" / "rkv_small.npz")
 SMALL_CASES = sorted({name.rsplit("-", 1)[0] for name in SMALL.files})
@@ -74,9 +79,11 @@ def check_kept(lanes: Lanes, want: np.ndarray, gap: np.ndarray, protect: int) ->
             assert list(kept) == list(want[head])
 
 
-def check_kept_modulo_ties(lanes: Lanes, want: np.ndarray, keep: int, protect: int) -> None:
+def check_kept_modulo_ties(
+    positions: torch.Tensor, want: np.ndarray, keep: int, protect: int
+) -> None:
     """Every kept score reaches the cut and no dropped one exceeds it, up to 1e-6."""
-    positions = lanes.positions().sort(dim=1).values.numpy()
+    positions = positions.sort(dim=1).values.numpy()
     for head in range(len(want)):
         kept = positions[head][:-protect]
         assert len(set(kept)) == keep
@@ -188,4 +195,37 @@ def test_snapkv_is_rkv_with_importance_only(dtype: str) -> None:
     tolerance = 1e-6 if dtype == "fp32" else 2**-6 * z["score"].max()
     assert np.abs(score[0, :, :past].numpy() - z["score"]).max() < tolerance
     lanes.evict(score, budget)
-    check_kept_modulo_ties(lanes, want, budget - window, window)
+    check_kept_modulo_ties(lanes.positions(), want, budget - window, window)
+
+
+@needs_vectors
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_snapkv_policy_keeps_what_the_released_code_keeps(dtype: str) -> None:
+    (path,) = VECTORS.glob(f"snapkv_decode_{dtype}_*.npz")
+    z = np.load(path)
+    q, k = to_tensor(z["q"]), to_tensor(z["k"])
+    heads, _, n, window, budget, kernel = (int(x) for x in z["meta"])
+    shape = CacheShape(1, len(q), heads, q.shape[2], k.dtype)
+    cache = KVCache(shape, blocks=heads * n, rows=1, max_len=n, window=window)
+    seq = cache.store.create()
+    batch = cache.extend([seq], [n])
+    queries = torch.full((n, len(q), q.shape[2]), torch.nan, dtype=q.dtype)
+    queries[n - window :] = q.transpose(0, 1)
+    key = k.transpose(0, 1)
+    ops.append_kv(cache.store, 0, key, torch.zeros_like(key), queries, batch)
+    config = EvictionConfig(
+        "snapkv", budget=budget - window, protect=window, window=window, kernel=kernel
+    )
+    assert evict(make_policy(config), cache, [seq], [n]) == heads * (n - budget)
+
+    positions = cache.positions([seq])[0, 0]
+    theirs = z["kept_past_topk_order"]
+    overlap = []
+    for head in range(heads):
+        mine = positions[head].sort().values.numpy()
+        assert list(mine[-window:]) == list(range(n - window, n))
+        overlap.append(len(np.intersect1d(mine[:-window], theirs[head])) / (budget - window))
+    # Max-pool makes exact ties at the cut, of which topk keeps any; bfloat16 makes more.
+    assert min(overlap) >= 0.96
+    if dtype == "fp32":
+        check_kept_modulo_ties(positions, z["score"], budget - window, window)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engine_tools import make_prompts, sampled, small_config
-from support import rkv_oracle
+from support.policy_oracles import ORACLES
 from tiny_models import make_model
 
 from kvcore import ops
@@ -19,9 +19,10 @@ from kvcore.engine import Engine
 from kvcore.policies import available, evict, make_policy
 
 SHAPE = CacheShape(layers=2, q_heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
+NAMES = ("rkv", "snapkv", "tova", "knorm", "keydiff", "streamingllm", "random")
 SMALL = {
-    "rkv": EvictionConfig("rkv", budget=12, headroom=16, protect=4, window=4),
-    "random": EvictionConfig("random", budget=12, headroom=16, protect=4, seed=3),
+    name: EvictionConfig(name, budget=12, headroom=16, protect=4, window=4, seed=3)
+    for name in NAMES
 }
 
 
@@ -29,47 +30,69 @@ SMALL = {
 
 
 def test_available_names_make_policies():
-    assert available() == ("full", "rkv", "random")
+    assert available() == ("full", *NAMES)
     assert make_policy(EvictionConfig()) is None
-    for name in ("rkv", "random"):
+    for name in SMALL:
         config = EvictionConfig(name, budget=8)
         policy = make_policy(config)
         assert policy.name == name and policy.config is config
 
 
 def test_an_unknown_policy_is_refused_with_the_names_there_are():
-    message = r"^policy: expected one of full, rkv, random, got 'h2o'"
+    message = rf"^policy: expected one of full, {', '.join(NAMES)}, got 'lru'"
     with pytest.raises(ValueError, match=message):
-        make_policy(EvictionConfig("h2o", budget=8))
+        make_policy(EvictionConfig("lru", budget=8))
     with pytest.raises(ValueError, match=message):
-        Engine(make_model(), small_config(), eviction=EvictionConfig("h2o", budget=8))
+        Engine(make_model(), small_config(), eviction=EvictionConfig("lru", budget=8))
 
 
 def test_only_a_policy_that_observes_costs_a_query_ring():
     model = make_model()
-    for name, window in (("rkv", 5), ("random", 0)):
+    for name, window in (("rkv", 5), ("snapkv", 5), ("tova", 1), ("knorm", 0), ("random", 0)):
         engine = Engine(model, small_config(), eviction=EvictionConfig(name, budget=8, window=5))
         ring = engine.cache.query_ring
         assert (0 if ring is None else ring.shape[3]) == window
     assert Engine(model, small_config()).cache.query_ring is None
 
 
+@pytest.mark.parametrize("name", ["rkv", "snapkv"])
+def test_a_window_of_queries_older_than_scored_entries_is_refused(name):
+    make_policy(EvictionConfig(name, budget=8, protect=6, window=6))
+    message = rf"^window: expected at most protect \(6\) with policy '{name}', got 7"
+    with pytest.raises(ValueError, match=message):
+        make_policy(EvictionConfig(name, budget=8, protect=6, window=7))
+    for other in set(NAMES) - {"rkv", "snapkv"}:  # they do not look at it
+        make_policy(EvictionConfig(other, budget=8, protect=6, window=7))
+
+
+def test_streamingllm_needs_a_budget_for_its_first_entries():
+    make_policy(EvictionConfig("streamingllm", budget=4))
+    with pytest.raises(ValueError, match=r"^budget: expected an integer >= 4, got 3"):
+        make_policy(EvictionConfig("streamingllm", budget=3))
+
+
 # ---- eviction
 
 
-def filled_cache(lengths: list[int], *, window: int = 4, drop_seed: int = 5) -> KVCache:
-    """Sequences of ``lengths`` tokens whose lanes then lost different numbers of slots."""
+def filled_cache(lengths: list[int], *, drop_seed: int | None = 5) -> KVCache:
+    """Sequences of ``lengths`` tokens whose lanes then lost different numbers of slots, or, with
+    no seed, none.
+    """
+    window = 4
     cache = KVCache(SHAPE, blocks=512, rows=len(lengths) + 1, max_len=256, window=window)
     cache.key_blocks.fill_(torch.nan)
     cache.value_blocks.fill_(torch.nan)
-    generator = torch.Generator().manual_seed(drop_seed)
+    generator = torch.Generator().manual_seed(drop_seed or 1)
     seqs = [cache.store.create() for _ in lengths]
     batch = cache.extend(seqs, lengths)
     total = sum(lengths)
     for layer in range(SHAPE.layers):
         key, value = torch.randn((2, total, SHAPE.kv_heads, SHAPE.head_dim), generator=generator)
         query = torch.randn((total, SHAPE.q_heads, SHAPE.head_dim), generator=generator)
-        ops.append_kv(cache.store, layer, key, value, query if window else None, batch)
+        ops.append_kv(cache.store, layer, key, value, query, batch)
+    cache.seqs = seqs  # handles, for the tests
+    if drop_seed is None:
+        return cache
     counts = torch.randint(0, 9, (len(seqs), SHAPE.layers, SHAPE.kv_heads), generator=generator)
     counts = torch.minimum(counts, torch.tensor(lengths)[:, None, None] - 1).to(torch.int32)
     drop = torch.zeros((*counts.shape, 16), dtype=torch.int32)
@@ -78,7 +101,6 @@ def filled_cache(lengths: list[int], *, window: int = 4, drop_seed: int = 5) -> 
         slots = torch.randperm(length, generator=generator)[:count].sort().values
         drop[lane][:count] = slots.to(torch.int32)
     cache.store.evict(seqs, drop, counts)
-    cache.seqs = seqs  # handles, for the tests
     return cache
 
 
@@ -151,17 +173,57 @@ def test_a_sequence_loses_the_same_whoever_is_evicted_with_it(name):
     assert lane_positions(together) == lane_positions(alone)
 
 
-def test_a_policy_that_raises_changes_nothing():
+@pytest.mark.parametrize("name", ["rkv", "snapkv", "tova", "knorm", "keydiff"])
+def test_a_policy_that_raises_changes_nothing(name):
     cache = filled_cache([60, 60])
     row = cache.store.row(cache.seqs[1])
     cache.key_blocks[cache.block_table[row, 1, 1, 0]] = torch.nan
     before, free = lane_positions(cache), cache.store.free_blocks()
     with pytest.raises(ValueError, match=rf"row {row}, layer 1, kv head 1"):
-        evict(make_policy(SMALL["rkv"]), cache, cache.seqs, [1, 1])
+        evict(make_policy(SMALL[name]), cache, cache.seqs, [1, 1])
     assert lane_positions(cache) == before and cache.store.free_blocks() == free
 
 
-# ---- R-KV through the engine
+def test_streamingllm_keeps_the_first_four_and_the_newest():
+    cache = filled_cache([90], drop_seed=None)
+    evict(make_policy(SMALL["streamingllm"]), cache, cache.seqs, [1])
+    assert lane_positions(cache) == [[0, 1, 2, 3, *range(78, 90)]] * SHAPE.lanes
+
+
+def test_tova_keeps_the_same_positions_in_all_heads_of_a_layer():
+    cache = filled_cache([90], drop_seed=None)
+    evict(make_policy(SMALL["tova"]), cache, cache.seqs, [1])
+    first, second, third, fourth = lane_positions(cache)
+    assert first == second != third == fourth
+
+
+def test_a_global_kept_set_needs_lanes_that_hold_the_same():
+    cache = filled_cache([60, 60])
+    before = lane_positions(cache)
+    policy = make_policy(replace(SMALL["rkv"], scope="global"))
+    with pytest.raises(ValueError, match=r"^scope: expected lanes that hold the same positions"):
+        evict(policy, cache, cache.seqs, [1, 1])
+    assert lane_positions(cache) == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_global_kept_set_is_one_for_all_lanes_and_depends_on_no_other_sequence(name):
+    lengths = [90, 7, 40, 61]
+    policy = make_policy(replace(SMALL[name], scope="global", protect_prompt=True))
+    together = filled_cache(lengths, drop_seed=None)
+    evict(policy, together, together.seqs, [5] * 4)
+    alone = filled_cache(lengths, drop_seed=None)
+    for seq in reversed(alone.seqs):
+        evict(policy, alone, [seq], [5])
+    kept = lane_positions(together)
+    assert kept == lane_positions(alone)
+    for i, length in enumerate(lengths):
+        lanes = kept[i * SHAPE.lanes : (i + 1) * SHAPE.lanes]
+        assert lanes == [lanes[0]] * SHAPE.lanes
+        assert set(range(5)) <= set(lanes[0]) and len(lanes[0]) == min(length, 12 + 4 + 5)
+
+
+# ---- through the engine
 
 
 class Recorder:
@@ -169,7 +231,7 @@ class Recorder:
 
     def __init__(self, engine: Engine) -> None:
         self.keys: dict[int, list[np.ndarray]] = defaultdict(list)  # by layer: [kv_heads, dim]
-        self.queries: dict[int, list[np.ndarray]] = defaultdict(list)
+        self.queries: dict[int, list[np.ndarray]] = defaultdict(list)  # by layer: [q_heads, dim]
         attend = engine.cache.update_and_attend
 
         def recording(layer, query, key, value, batch, scale):
@@ -179,22 +241,17 @@ class Recorder:
 
         engine.cache.update_and_attend = recording
 
-    def scores(
+    def score(
         self, layer: int, head: int, held: list[int], tokens: int, config: EvictionConfig
     ) -> np.ndarray:
         """Of the ``held`` positions but the newest, when ``tokens`` tokens have come."""
-        keys = np.stack([self.keys[layer][p][head] for p in held])
-        recent = self.queries[layer][max(0, tokens - config.window) : tokens]
-        group = len(recent[0]) // SHAPE.kv_heads
-        queries = np.stack(recent, axis=1)[head * group : (head + 1) * group]
-        return rkv_oracle.score(
-            queries,
-            keys[None],
-            config.protect,
-            config.mix,
-            config.kernel,
-            config.threshold,
-        )[0]
+        if config.scope == "global":
+            one = replace(config, scope="lane")
+            lanes = np.ndindex(SHAPE.layers, SHAPE.kv_heads)
+            return np.mean([self.score(*lane, held, tokens, one) for lane in lanes], axis=0)
+        keys = [np.stack([self.keys[layer][p][h] for p in held]) for h in range(SHAPE.kv_heads)]
+        queries = np.stack(self.queries[layer][:tokens], axis=1)
+        return ORACLES[config.policy](keys, queries, np.array(held), config)[head]
 
 
 @pytest.mark.parametrize(
@@ -202,16 +259,30 @@ class Recorder:
     [
         EvictionConfig("rkv", budget=20, headroom=12),
         EvictionConfig("rkv", budget=16, headroom=9, protect=5, window=3, kernel=3, mix=0.5),
-        EvictionConfig("rkv", budget=24, headroom=32, window=16, threshold=0.1, mix=0.0),
+        EvictionConfig("rkv", budget=24, headroom=32, protect=16, window=16, threshold=0.1, mix=0),
+        EvictionConfig("rkv", budget=20, headroom=12, pool_first=True, mix=0.5),
+        EvictionConfig("snapkv", budget=20, headroom=12, pool_first=True, kernel=3),
+        EvictionConfig("rkv", budget=20, headroom=12, scope="global", mix=0.5),
+        EvictionConfig("snapkv", budget=20, headroom=12, scope="global"),
+        EvictionConfig("tova", budget=20, headroom=12, scope="global"),
+        *(EvictionConfig(name, budget=21, headroom=12) for name in sorted(ORACLES)),
+        *(
+            EvictionConfig(name, budget=9, headroom=7, protect=3, window=2, kernel=3)
+            for name in sorted(ORACLES)
+        ),
     ],
-    ids=["defaults", "narrow", "wide"],
+    ids=lambda c: "-".join(
+        [c.policy, str(c.budget), str(c.protect), c.scope, *["pool_first"] * c.pool_first]
+    ),
 )
-def test_rkv_in_the_engine_keeps_what_the_oracle_keeps(config):
+def test_a_policy_in_the_engine_keeps_what_its_oracle_keeps(config):
     """Over many evictions, which leave the slots in an order that is not that of positions.
 
     Where scores tie within 1e-6 (max-pool makes exact ties) any of the tied may stay.
     """
-    engine = Engine(make_model(tokenizer=False), small_config(), eviction=config)
+    model = make_model(tokenizer=False)
+    object.__setattr__(model, "eos_ids", frozenset())
+    engine = Engine(model, small_config(), eviction=config)
     recorder = Recorder(engine)
     prompt = make_prompts([config.trigger + 7], seed=11)[0]
     seq = engine.add(prompt, sampled(90, key=1))
@@ -228,7 +299,7 @@ def test_rkv_in_the_engine_keeps_what_the_oracle_keeps(config):
             got = sorted(p for p in position[lane].tolist() if p >= 0)
             shuffled |= got != [p for p in position[lane].tolist() if p >= 0]
             if len(held[lane]) >= config.trigger:
-                score = recorder.scores(*lane, held[lane], came, config)
+                score = recorder.score(*lane, held[lane], came, config)
                 kept = np.isin(held[lane][: -config.protect], got)
                 assert kept.sum() == config.budget
                 assert score[kept].min() >= score[~kept].max() - 1e-6

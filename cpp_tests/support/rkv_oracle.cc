@@ -23,6 +23,15 @@ std::vector<double> Softmax(std::vector<double> x) {
   return x;
 }
 
+std::vector<double> MaxPool(const std::vector<double>& x, int64_t kernel) {
+  const int64_t n = static_cast<int64_t>(x.size());
+  std::vector<double> out(x.size(), -kInf);
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t j = 0; j < n; ++j)
+      if (std::abs(i - j) <= kernel / 2) out[i] = std::max(out[i], x[j]);
+  return out;
+}
+
 }  // namespace
 
 RkvOracleResult RkvOracle(const RkvOracleInput& in) {
@@ -39,15 +48,11 @@ RkvOracleResult RkvOracle(const RkvOracleInput& in) {
     std::vector<double> logit(static_cast<size_t>(past), -kInf);
     for (int64_t i = 0; i < past; ++i)
       for (const auto& q : heads) logit[i] = std::max(logit[i], Dot(q, keys[i]) / root);
-    const std::vector<double> p = Softmax(logit);
+    std::vector<double> p = Softmax(logit);
+    if (in.pool_first) p = MaxPool(p, in.kernel);
     for (int64_t i = 0; i < past; ++i) mean[i] += p[i] / static_cast<double>(in.queries.size());
   }
-  for (int64_t i = 0; i < past; ++i) {
-    double top = -kInf;
-    for (int64_t j = 0; j < past; ++j)
-      if (std::abs(i - j) <= in.kernel / 2) top = std::max(top, mean[j]);
-    out.importance.push_back(top);
-  }
+  out.importance = in.pool_first ? mean : MaxPool(mean, in.kernel);
 
   std::vector<std::vector<double>> s(static_cast<size_t>(n));
   for (int64_t r = 0; r < n; ++r) {

@@ -12,6 +12,7 @@ struct RkvOracleInput {
   std::vector<std::vector<std::vector<double>>> queries;  // [num_queries][group][head_dim]
   int64_t protect = 8, kernel = 7;
   double mix = 0.1, threshold = 0.5;
+  bool pool_first = false;
 };
 
 struct RkvOracleResult {

@@ -47,7 +47,7 @@ void Attend(const BoundStore& s, int64_t layer, const TensorArg<"query">& query,
 
 void ScoreRkv(const BoundStore& s, const TensorArg<"rows">& rows, const TensorArg<"score">& score,
               const TensorArg<"scratch">& scratch, int64_t protect, int64_t kernel, float mix,
-              float threshold, Stream stream) {
+              float threshold, bool pool_first, Stream stream) {
   ScoreRkvParams p;
   p.rows = rows;
   p.score = score;
@@ -56,6 +56,7 @@ void ScoreRkv(const BoundStore& s, const TensorArg<"rows">& rows, const TensorAr
   p.kernel = kernel;
   p.mix = mix;
   p.threshold = threshold;
+  p.pool_first = pool_first;
   OpsOf(s).score_rkv(s.store.view(), p, stream);
 }
 
@@ -67,6 +68,25 @@ void ScoreRandom(const BoundStore& s, const TensorArg<"rows">& rows,
   p.seed = seed;
   p.protect = protect;
   OpsOf(s).score_random(s.store.view(), p, stream);
+}
+
+void ScoreKeys(const BoundStore& s, const TensorArg<"rows">& rows, const TensorArg<"score">& score,
+               int64_t kind, int64_t protect, Stream stream) {
+  ScoreKeysParams p;
+  p.rows = rows;
+  p.score = score;
+  p.kind = static_cast<KeyScore>(kind);
+  p.protect = protect;
+  OpsOf(s).score_keys(s.store.view(), p, stream);
+}
+
+void ScoreTova(const BoundStore& s, const TensorArg<"rows">& rows, const TensorArg<"score">& score,
+               int64_t protect, Stream stream) {
+  ScoreTovaParams p;
+  p.rows = rows;
+  p.score = score;
+  p.protect = protect;
+  OpsOf(s).score_tova(s.store.view(), p, stream);
 }
 
 void SelectSlots(const BoundStore& s, const TensorArg<"rows">& rows,
@@ -128,7 +148,7 @@ void BindOps(py::module_& m) {
       py::arg("store"), py::arg("q_heads"));
   m.def("score_rkv", &ScoreRkv, py::arg("store"), py::arg("rows"), py::arg("score"),
         py::arg("scratch"), py::arg("protect"), py::arg("kernel"), py::arg("mix"),
-        py::arg("threshold"), py::arg("stream") = 0, NoGil());
+        py::arg("threshold"), py::arg("pool_first") = false, py::arg("stream") = 0, NoGil());
   m.def(
       "score_rkv_scratch_bytes",
       [](const BoundStore& s, int64_t max_slots) {
@@ -137,6 +157,10 @@ void BindOps(py::module_& m) {
       py::arg("store"), py::arg("max_slots"));
   m.def("score_random", &ScoreRandom, py::arg("store"), py::arg("rows"), py::arg("score"),
         py::arg("seed"), py::arg("protect"), py::arg("stream") = 0, NoGil());
+  m.def("score_keys", &ScoreKeys, py::arg("store"), py::arg("rows"), py::arg("score"),
+        py::arg("kind"), py::arg("protect"), py::arg("stream") = 0, NoGil());
+  m.def("score_tova", &ScoreTova, py::arg("store"), py::arg("rows"), py::arg("score"),
+        py::arg("protect"), py::arg("stream") = 0, NoGil());
   m.def("select_slots", &SelectSlots, py::arg("store"), py::arg("rows"), py::arg("score"),
         py::arg("keep"), py::arg("drop"), py::arg("drop_count"), py::arg("stream") = 0, NoGil());
   m.def("copy_blocks", &CopyBlocks, py::arg("store"), py::arg("src"), py::arg("dst"),

@@ -11,6 +11,8 @@ namespace kvcore {
 void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream stream);
 void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream stream);
 void ScoreRkvCpu(const KvCacheView& view, const ScoreRkvParams& p, Stream stream);
+void ScoreKeysCpu(const KvCacheView& view, const ScoreKeysParams& p, Stream stream);
+void ScoreTovaCpu(const KvCacheView& view, const ScoreTovaParams& p, Stream stream);
 void ScoreRandomCpu(const KvCacheView& view, const ScoreRandomParams& p, Stream stream);
 void SelectSlotsCpu(const KvCacheView& view, const SelectSlotsParams& p, Stream stream);
 void EvictSlotsCpu(const KvCacheView& view, const EvictSlotsParams& p, Stream stream);

@@ -11,6 +11,8 @@ const OpTable& GetOps(Device device) {
       .append_kv = AppendKvCpu,
       .attend = AttendCpu,
       .score_rkv = ScoreRkvCpu,
+      .score_keys = ScoreKeysCpu,
+      .score_tova = ScoreTovaCpu,
       .score_random = ScoreRandomCpu,
       .select_slots = SelectSlotsCpu,
       .evict_slots = EvictSlotsCpu,

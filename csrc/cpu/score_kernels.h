@@ -21,6 +21,7 @@ struct ScoreLaneArgs {
   DType dtype;
   int64_t len, head_dim, group, num_queries, protect, kernel;
   float mix, threshold;
+  bool pool_first;
 };
 
 // REQUIRES: len > protect >= 0, num_queries >= 1.

@@ -1,7 +1,6 @@
 // R-KV scores, one lane per work item: order the slots by position here, the rest in
 // kernels/score.cc.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -76,12 +75,7 @@ void ScoreRkvCpu(const KvCacheView& view, const ScoreRkvParams& p, Stream) {
   const int64_t longest = CheckSlotScores(view, p.rows, p.score);
   const int64_t lanes = NumBatchLanes(view, p.rows);
   if (lanes == 0) return;
-  for (int64_t index = 0; index < lanes; ++index) {
-    const BatchLane lane(view, p.rows, index);
-    const int64_t seq_len = view.seq_len.ptr<int32_t>()[lane.row];
-    KV_CHECK(seq_len >= lane.len) << "seq_len: expected at least lane_len " << lane.len << ", got "
-                                  << seq_len << " in " << lane.Name();
-  }
+  CheckSeqLens(view, p.rows);
   const int64_t scratch_bytes = ScoreRkvScratchBytes(view, longest, NumThreads());
   Dims dims;
   MatchTensor({"bytes"}).DType(DType::kU8).Contiguous().Check(p.scratch, "scratch", &dims);
@@ -95,7 +89,7 @@ void ScoreRkvCpu(const KvCacheView& view, const ScoreRkvParams& p, Stream) {
   const int64_t q_heads = view.query_ring.shape[2], window = view.window();
   const int64_t group = q_heads / view.num_kv_heads();
   const int64_t slots = p.score.shape[3], query_bytes = view.head_dim * DTypeBytes(view.dtype());
-  std::atomic<int64_t> first_bad{lanes};
+  FirstBadLane bad(lanes);
 
   ParallelFor(lanes, 1, [&](int64_t begin, int64_t end, int thread_id) {
     char* at = scratch + thread_id * sizes.total();
@@ -138,15 +132,11 @@ void ScoreRkvCpu(const KvCacheView& view, const ScoreRkvParams& p, Stream) {
       args.kernel = p.kernel;
       args.mix = p.mix;
       args.threshold = p.threshold;
-      if (kernels.score_lane(args)) continue;
-      int64_t known = first_bad.load();
-      while (index < known && !first_bad.compare_exchange_weak(known, index)) {
-      }
+      args.pool_first = p.pool_first;
+      if (!kernels.score_lane(args)) bad.Add(index);
     }
   });
-  KV_CHECK(first_bad == lanes) << "score_rkv: expected finite scores, got NaN or infinity in "
-                               << BatchLane(view, p.rows, first_bad).Name()
-                               << "; its keys or recent queries are not finite";
+  bad.Check(view, p.rows, "score_rkv", "its keys or recent queries are not finite");
 }
 
 }  // namespace kvcore

@@ -8,8 +8,10 @@
 #include "ops/copy_blocks.h"
 #include "ops/evict_slots.h"
 #include "ops/sample_tokens.h"
+#include "ops/score_keys.h"
 #include "ops/score_random.h"
 #include "ops/score_rkv.h"
+#include "ops/score_tova.h"
 #include "ops/select_slots.h"
 
 namespace kvcore {
@@ -18,6 +20,8 @@ struct OpTable {
   void (*append_kv)(const KvCacheView&, const AppendKvParams&, Stream);
   void (*attend)(const KvCacheView&, const AttendParams&, Stream);
   void (*score_rkv)(const KvCacheView&, const ScoreRkvParams&, Stream);
+  void (*score_keys)(const KvCacheView&, const ScoreKeysParams&, Stream);
+  void (*score_tova)(const KvCacheView&, const ScoreTovaParams&, Stream);
   void (*score_random)(const KvCacheView&, const ScoreRandomParams&, Stream);
   void (*select_slots)(const KvCacheView&, const SelectSlotsParams&, Stream);
   void (*evict_slots)(const KvCacheView&, const EvictSlotsParams&, Stream);

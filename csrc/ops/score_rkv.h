@@ -7,7 +7,8 @@ namespace kvcore {
 // The R-KV score of every live slot of the given rows, all layers and kv heads; higher = keep.
 // In order of position, with n = lane_len and past = the n - protect oldest:
 //   importance = max-pool_kernel( mean over ring queries of softmax over past of
-//                max over the group of q.k / sqrt(head_dim) )
+//                max over the group of q.k / sqrt(head_dim) );
+//                with pool_first the mean of the max-pools instead
 //   redundancy = softmax over all n of the column mean (1/n) sum_r S[r, j], where S = cosine
 //                similarity (norm + 1e-8) with zero diagonal and, in every row r, the newest entry
 //                above `threshold` set to 0 (column of the oldest slot when there is none)
@@ -25,6 +26,7 @@ struct ScoreRkvParams {
   int64_t kernel = 7;  // odd
   float mix = 0.1f;    // lambda in [0, 1]
   float threshold = 0.5f;
+  bool pool_first = false;  // the order of the paper's eq. 4; false that of the released code
 };
 
 int64_t ScoreRkvScratchBytes(const KvCacheView& view, int64_t max_slots, int threads);

@@ -123,7 +123,9 @@ def solve(
     evict: Annotated[
         str | None,
         typer.Option(
-            metavar="rkv|random|full", help="Policy; rkv if --budget is given, else full."
+            metavar="NAME",
+            help="Policy: rkv, snapkv, tova, knorm, keydiff, streamingllm, random or full; "
+            "rkv if --budget is given, else full.",
         ),
     ] = None,
     budget: Annotated[
@@ -144,7 +146,7 @@ def solve(
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(help=f"rkv: recent queries that vote (default {_EVICTION.window})."),
+        typer.Option(help=f"rkv, snapkv: recent queries that vote (default {_EVICTION.window})."),
     ] = None,
     mix: Annotated[
         float | None,

@@ -20,7 +20,7 @@ from kvcore.config import EngineConfig
 from kvcore.engine import Engine
 from kvcore.models import LoadedModel, load_model, load_prm
 from kvcore.native import _C
-from kvcore.policies import available
+from kvcore.policies import make_policy
 from kvcore.search import DEFAULT_SYSTEM_PROMPT, ProblemEnded, Search, TraceEvent
 from kvcore.search.scorers import (
     EngineScorer,
@@ -36,15 +36,14 @@ def run_job(job: Job) -> None:
     """Solves the job's questions.
 
     Raises:
-        UsageError: no such policy.
+        UsageError: no such policy, or not with these settings.
         Failure: a model is refused, or some question failed.
         OSError: the trace or the result cannot be written; what was written is kept.
         KeyboardInterrupt: interrupted.
     After an interruption or a failed trace, what there was is shown and written before it raises.
     """
-    if job.eviction.policy not in available():
-        names = ", ".join(available())
-        raise UsageError(f"--evict: expected one of {names}, got {job.eviction.policy!r}")
+    with bad_value_is(UsageError):
+        make_policy(job.eviction)
     console = Console(highlight=False)
     with contextlib.ExitStack() as stack:
         trace = None

@@ -307,5 +307,5 @@ def _make_cache(
         blocks=blocks,
         rows=config.max_seqs,
         max_len=context_len,
-        window=policy.config.window if policy is not None and policy.observes else 0,
+        window=policy.window if policy is not None else 0,
     )

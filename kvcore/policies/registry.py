@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from kvcore.config import EvictionConfig
 from kvcore.policies.base import Policy
+from kvcore.policies.keydiff import KeyDiff
+from kvcore.policies.knorm import KNorm
 from kvcore.policies.random import RandomPolicy
 from kvcore.policies.rkv import RKV
+from kvcore.policies.snapkv import SnapKV
+from kvcore.policies.streamingllm import StreamingLLM
+from kvcore.policies.tova import Tova
 
-_POLICIES: tuple[type[Policy], ...] = (RKV, RandomPolicy)
+_POLICIES: tuple[type[Policy], ...] = (
+    RKV,
+    SnapKV,
+    Tova,
+    KNorm,
+    KeyDiff,
+    StreamingLLM,
+    RandomPolicy,
+)
 
 
 def available() -> tuple[str, ...]:
@@ -19,7 +32,7 @@ def make_policy(config: EvictionConfig) -> Policy | None:
     """The policy that ``config`` names; None for "full".
 
     Raises:
-        ValueError: no policy has that name.
+        ValueError: no policy has that name, or it cannot work with these settings.
     """
     if not config.evicts:
         return None

@@ -27,4 +27,5 @@ class RKV(Policy):
             kernel=self.config.kernel,
             mix=self.config.mix,
             threshold=self.config.threshold,
+            pool_first=self.config.pool_first,
         )

@@ -1,8 +1,9 @@
 """R-KV scoring of one kv head in double precision, written as loops over the definition.
 
 Source: R-KV (arXiv 2505.24133) as in the released code: max over the group before the softmax,
-softmax over past keys only, mean over the window's queries, then max-pool; redundancy over all
-keys, with the newest similar entry of every row set to zero (column 0 where there is none).
+softmax over past keys only, mean over the window's queries, then max-pool (before the mean with
+pool_first, as in the paper's eq. 4); redundancy over all keys, with the newest similar entry of
+every row set to zero (column 0 where there is none).
 """
 
 import math
@@ -12,7 +13,14 @@ import numpy as np
 EPSILON = 1e-8
 
 
-def importance(q: np.ndarray, k: np.ndarray, protect: int, kernel: int) -> np.ndarray:
+def max_pool(x: np.ndarray, kernel: int) -> np.ndarray:
+    half = kernel // 2
+    return np.array([x[max(0, r - half) : r + half + 1].max() for r in range(len(x))])
+
+
+def importance(
+    q: np.ndarray, k: np.ndarray, protect: int, kernel: int, pool_first: bool = False
+) -> np.ndarray:
     """q [group, window, dim], k [n, dim] in order of position; returns [n - protect]."""
     group, window, dim = q.shape
     past = len(k) - protect
@@ -23,11 +31,9 @@ def importance(q: np.ndarray, k: np.ndarray, protect: int, kernel: int) -> np.nd
             for r in range(past):
                 logit[r] = max(logit[r], float(q[g, t] @ k[r]) / math.sqrt(dim))
         weight = np.exp(logit - logit.max())
-        mean += weight / weight.sum() / window
-    pooled = np.zeros(past)
-    for r in range(past):
-        pooled[r] = mean[max(0, r - kernel // 2) : r + kernel // 2 + 1].max()
-    return pooled
+        weight /= weight.sum()
+        mean += (max_pool(weight, kernel) if pool_first else weight) / window
+    return mean if pool_first else max_pool(mean, kernel)
 
 
 def redundancy(k: np.ndarray, threshold: float) -> np.ndarray:
@@ -48,7 +54,13 @@ def redundancy(k: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def score(
-    q: np.ndarray, k: np.ndarray, protect: int, mix: float, kernel: int = 7, threshold: float = 0.5
+    q: np.ndarray,
+    k: np.ndarray,
+    protect: int,
+    mix: float,
+    kernel: int = 7,
+    threshold: float = 0.5,
+    pool_first: bool = False,
 ) -> np.ndarray:
     """Scores [kv_heads, n - protect] from q [q_heads, window, dim] and k [kv_heads, n, dim]."""
     q, k = q.astype(np.float64), k.astype(np.float64)
@@ -57,7 +69,7 @@ def score(
     rows = []
     for h in range(kv_heads):
         past = len(k[h]) - protect
-        wanted = importance(grouped[h], k[h], protect, kernel)
+        wanted = importance(grouped[h], k[h], protect, kernel, pool_first)
         rows.append(mix * wanted - (1 - mix) * redundancy(k[h], threshold)[:past])
     return np.stack(rows)
 

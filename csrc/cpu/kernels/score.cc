@@ -207,20 +207,7 @@ double ExpAndSum(float* x, int64_t count, float scale) {
   return SumLanes(sum);
 }
 
-// importance = mean over queries of softmax over the past of logit / sqrt(head_dim).
-void Importance(const ScoreLaneArgs& a, const Scratch& s, int64_t past, int64_t padded) {
-  const float scale = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(a.head_dim)));
-  for (int64_t i = 0; i < padded; ++i) s.importance[i] = 0;
-  for (int64_t t = 0; t < a.num_queries; ++t) {
-    float* row = s.logit + t * padded;
-    const double sum = ExpAndSum(row, past, scale);
-    const float weight = static_cast<float>(1.0 / (sum * static_cast<double>(a.num_queries)));
-    for (int64_t i = 0; i < past; i += kWidth)
-      Store(s.importance + i, Load<F>(s.importance + i) + Load<F>(row + i) * weight);
-  }
-}
-
-// pooled[i] = max of importance over |j - i| <= half, inside the past. Keeps NaN.
+// pooled[i] = max of in over |j - i| <= half, inside the past. Keeps NaN.
 void Pool(const float* __restrict in, float* __restrict out, int64_t past, int64_t half) {
   for (int64_t i = 0; i < past; ++i) out[i] = in[i];
   if (half > past - 1) half = past - 1;
@@ -228,6 +215,25 @@ void Pool(const float* __restrict in, float* __restrict out, int64_t past, int64
     for (int64_t i = 0; i < past - o; ++i) out[i] = in[i + o] > out[i] ? in[i + o] : out[i];
     for (int64_t i = o; i < past; ++i) out[i] = in[i - o] > out[i] ? in[i - o] : out[i];
   }
+}
+
+// Mean over queries of softmax over the past of logit / sqrt(head_dim), max-pooled after the mean
+// or, with pool_first, before it. Returns [past], in the scratch.
+const float* Importance(const ScoreLaneArgs& a, const Scratch& s, int64_t past, int64_t padded) {
+  const float scale = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(a.head_dim)));
+  for (int64_t i = 0; i < padded; ++i) s.importance[i] = 0;
+  for (int64_t t = 0; t < a.num_queries; ++t) {
+    float* row = s.logit + t * padded;
+    const double sum = ExpAndSum(row, past, scale);
+    const float weight = static_cast<float>(1.0 / (sum * static_cast<double>(a.num_queries)));
+    if (a.pool_first) Pool(row, s.pooled, past, a.kernel / 2);
+    const float* from = a.pool_first ? s.pooled : row;
+    for (int64_t i = 0; i < past; i += kWidth)
+      Store(s.importance + i, Load<F>(s.importance + i) + Load<F>(from + i) * weight);
+  }
+  if (a.pool_first) return s.importance;
+  Pool(s.importance, s.pooled, past, a.kernel / 2);
+  return s.pooled;
 }
 
 // pointer[r] and value[r] for every row. A row of panel J meets the columns of panels above J in
@@ -317,8 +323,7 @@ bool ScoreLane(const ScoreLaneArgs& a) {
   for (int64_t k = 0; k < a.head_dim; ++k) {
     s.key_sum[k] = SumLanes(reinterpret_cast<const D*>(s.key_sum)[k]);
   }
-  Importance(a, s, past, padded);
-  Pool(s.importance, s.pooled, past, a.kernel / 2);
+  const float* importance = Importance(a, s, past, padded);
   FindPointers(a, s, num_panels);
   ColumnMeans(a, s, num_panels);
 
@@ -326,7 +331,7 @@ bool ScoreLane(const ScoreLaneArgs& a) {
   const float redundancy = static_cast<float>((1.0 - static_cast<double>(a.mix)) / sum);
   bool finite = true;
   for (int64_t i = 0; i < past; ++i) {
-    const float x = a.mix * s.pooled[i] - s.mean[i] * redundancy;
+    const float x = a.mix * importance[i] - s.mean[i] * redundancy;
     finite &= __builtin_isfinite(x);
     a.score[a.order[i]] = x;
   }

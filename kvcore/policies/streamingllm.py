@@ -1,0 +1,39 @@
+"""StreamingLLM: the first entries and the newest (arXiv 2309.17453)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcore.cache import KVCache
+from kvcore.config import EvictionConfig, require_int
+from kvcore.policies.base import Policy
+
+SINKS = 4
+_ABOVE_ALL = float(2**24)  # positions below it are exact floats
+
+
+class StreamingLLM(Policy):
+    """Keeps the first ``SINKS`` entries, which are part of the budget, and otherwise the newest.
+
+    Keys keep the rotation of their positions in the text. The original rotates them again, to their
+    places in the cache.
+    """
+
+    name = "streamingllm"
+
+    def __init__(self, config: EvictionConfig) -> None:
+        super().__init__(config)
+        require_int(config.budget, "budget", SINKS)
+
+    def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
+        position = cache.positions(seqs)
+        score = position.float()
+        score[position < SINKS] = _ABOVE_ALL
+        protect = min(self.config.protect, position.shape[-1])
+        newest = position.topk(protect, dim=-1).values[..., -1:]
+        score[position >= newest] = torch.inf
+        score[position < 0] = -torch.inf  # past the end, which short lanes count among their newest
+        return score
