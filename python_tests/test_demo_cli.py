@@ -7,6 +7,9 @@ import pytest
 from cli_tools import run
 
 from kvcore.demo import rows, weights
+from kvcore.policies import available
+
+NAMES = ", ".join(name for name in available() if name != "full")
 
 
 def test_a_small_demo_prints_its_table_and_writes_json_and_trace(tmp_path):
@@ -46,8 +49,12 @@ def test_the_same_seed_gives_the_same_table(tmp_path):
         (["-n", "0"], "-n: expected an integer >= 1, got 0"),
         (["--seed", "-1"], "--seed"),
         (["--threads", "0"], "--threads: expected an integer >= 1, got 0"),
-        (["--policy", "lru"], "--policy: expected one of rkv, random, got 'lru'"),
-        (["--policy", "full"], "--policy: expected one of rkv, random, got 'full'"),
+        (["--policy", "lru"], f"--policy: expected one of {NAMES}, got 'lru'"),
+        (["--policy", "full"], f"--policy: expected one of {NAMES}, got 'full'"),
+        (
+            ["--policy", "streamingllm", "--budget", "3"],
+            "--budget: expected an integer >= 4, got 3",
+        ),
         (["--json", "/nowhere/x.json"], "--json: expected an existing folder"),
         (["--trace", "/nowhere/x.jsonl"], "--trace: expected an existing folder"),
     ],

@@ -288,7 +288,7 @@ def demo(
         int, typer.Option("-n", "--n", help="Candidates per step, of each model.")
     ] = demo_settings.N,
     policy: Annotated[
-        str, typer.Option(metavar="rkv|random", help="What is evicted.")
+        str, typer.Option(metavar="NAME", help="Eviction policy; names as of solve --evict.")
     ] = demo_settings.POLICY,
     problems: Annotated[
         int, typer.Option(help="Held-out problems per row.")

@@ -15,7 +15,7 @@ from kvcore.demo.task import Problem, problems
 from kvcore.demo.weights import model_directory
 from kvcore.engine import Engine
 from kvcore.models import LoadedModel, load_model, load_prm
-from kvcore.policies import available
+from kvcore.policies import available, make_policy
 from kvcore.search import PrmScorer, Prompt, Search, Solution, TraceEvent, best_of_n_config
 
 TITLES = {
@@ -74,7 +74,7 @@ class Settings:
         require_int(self.seed, "seed", 0, 2**63 - 1)
         names = [name for name in available() if name != "full"]
         require(self.policy in names, "policy", f"one of {', '.join(names)}", self.policy)
-        eviction_config(self.policy, self.budget)
+        make_policy(eviction_config(self.policy, self.budget))
 
     def draw(self) -> list[Problem]:
         return list(islice(problems(self.split, self.seed), self.problems))
