@@ -113,7 +113,7 @@ def test_chunks_forks_and_commits_keep_the_election_exact(model):
 def test_preemption_changes_no_token(model, policy):
     prompts = make_prompts([30, 60, 45, 20], seed=7)
     answers = []
-    for blocks in (None, 60):
+    for blocks in (None, 30):
         engine = Engine(model, small_config(kv_blocks=blocks), eviction=STEADY[policy])
         answers.append(generate(engine, prompts, sampled(60)))
         assert engine.free_blocks == engine.num_blocks

@@ -25,7 +25,8 @@ struct RkvLane {
   double *column_sum, *pointed_sum;
   float *inverse_norm, *pointer_value, *weight;
   int32_t *pointer, *position, *order;
-  uint8_t *alone, *similar;
+  int32_t* alone;
+  uint8_t* similar;
   float* scratch;  // RkvScratchFloats, aligned to 64
 };
 
@@ -45,7 +46,7 @@ inline void BindState(char* state, const RkvStateLayout& at, RkvLane* lane) {
   lane->position = reinterpret_cast<int32_t*>(state + at.position);
   lane->weight = reinterpret_cast<float*>(state + at.weight);
   lane->order = reinterpret_cast<int32_t*>(state + at.order);
-  lane->alone = reinterpret_cast<uint8_t*>(state + at.alone);
+  lane->alone = reinterpret_cast<int32_t*>(state + at.alone);
   lane->similar = reinterpret_cast<uint8_t*>(state + at.similar);
 }
 

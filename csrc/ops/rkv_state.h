@@ -25,7 +25,7 @@ struct RkvStateLayout {
   int64_t position;       // i32; INT32_MAX past the lane's end
   int64_t weight;         // f32 [window][capacity]: exp(logit - a maximum), row = position % window
   int64_t order;          // i32: live slots by ascending position
-  int64_t alone;          // u8: 1 where p(r) is the oldest slot for want of a similar one
+  int64_t alone;          // i32: 1 where p(r) is the oldest slot for want of a similar one
   int64_t similar;       // bits [capacity][capacity]: row r marks slots older than r, similar to it
   int64_t replaced_key;  // T [head_dim]: the key that append_kv overwrote last
   int64_t bytes;
@@ -47,7 +47,7 @@ struct RkvStateLayout {
     position = take(4 * capacity);
     weight = take(4 * window * capacity);
     order = take(4 * capacity);
-    alone = take(capacity);
+    alone = take(4 * capacity);
     similar = take(capacity * capacity / 8);
     replaced_key = take(4 * head_dim);
     bytes = at;

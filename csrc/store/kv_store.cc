@@ -92,28 +92,29 @@ KvStore::ExtendPlan KvStore::PlanExtend(const std::vector<SeqId>& seqs,
         << " tokens, expected at most " << kMaxLen << " in all, got " << count << " more";
     if (num_lanes_ == 0) continue;
     const int32_t* lens = &LaneLen(row, 0);
-    const int64_t longest = *std::max_element(lens, lens + num_lanes_);
+    const bool replaces = count == 1 && Replaces(row);
+    int64_t longest = 0;  // of the lanes that grow
+    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+      if (!replaces || view_.Replaced(row * num_lanes_ + lane) < 0)
+        longest = std::max<int64_t>(longest, lens[lane]);
+    }
     KV_CHECK(count <= lane_capacity - longest)
         << "counts[" << i << "]: a lane of sequence " << seqs[i] << " holds " << longest
         << " slots, expected at most " << lane_capacity << " in all, got " << count << " more";
-    if (count == 1 && Replaces(row)) {
+    if (!replaces) plan.new_blocks[i] = NewBlocks(lens, num_lanes_, static_cast<int32_t>(count));
+    if (replaces || open_may_be_shared_[row]) {
       for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-        const int32_t slot = view_.Replaced(row * num_lanes_ + lane);
-        plan.new_blocks[i] += slot < 0 && lens[lane] % kBlockSlots == 0;
-        if (slot < 0) continue;
-        int32_t* entry = Table(row, lane) + slot / kBlockSlots;
+        const int32_t slot = replaces ? view_.Replaced(row * num_lanes_ + lane) : -1;
+        const int64_t first = slot >= 0 ? slot : lens[lane];  // slot that is written into
+        if (slot < 0 && lens[lane] % kBlockSlots == 0) {
+          plan.new_blocks[i] += replaces;
+          continue;
+        }
+        int32_t* entry = Table(row, lane) + first / kBlockSlots;
         if (pool_.ref_count(*entry) > 1) plan.shared.push_back(entry);
       }
-    } else {
-      plan.new_blocks[i] = NewBlocks(lens, num_lanes_, static_cast<int32_t>(count));
     }
     plan.needed += plan.new_blocks[i];
-    if (!open_may_be_shared_[row]) continue;
-    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-      if (lens[lane] % kBlockSlots == 0) continue;
-      int32_t* entry = Table(row, lane) + lens[lane] / kBlockSlots;
-      if (pool_.ref_count(*entry) > 1) plan.shared.push_back(entry);
-    }
   }
   plan.needed += BlocksToUnshare(plan.shared);
   return plan;

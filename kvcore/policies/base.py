@@ -126,10 +126,10 @@ def share_by_score(score: Tensor, limit: Tensor) -> Tensor:
             spare = int((even - floor).sum())
             flat = score[seq, layer].masked_fill(~score[seq, layer].isfinite(), -torch.inf).clone()
             # What the floor keeps of a head does not compete for the rest.
-            kept = flat.argsort(-1, descending=True, stable=True)
+            kept = flat.argsort(dim=-1, descending=True, stable=True)
             for head, count in enumerate(floor.tolist()):
                 flat[head, kept[head, :count]] = -torch.inf
-            best = flat.flatten().argsort(descending=True, stable=True)[:spare]
+            best = flat.flatten().argsort(dim=0, descending=True, stable=True)[:spare]
             best = best[flat.flatten()[best] > -torch.inf]
             won = torch.bincount(best // slots, minlength=len(even)).int()
             shared[seq, layer] = floor + won

@@ -13,13 +13,8 @@ namespace kvcore {
 namespace KV_ISA_NAMESPACE {
 namespace {
 
-// Bit l is set where the comparison a == b holds.
-KV_INLINE uint32_t MaskEqual(I a, I b) {
-  const I one = (I)Splat<kWidth>(1.0f);
-  return MaskGreater((F)((a == b) & one), F{});
-}
-
-KV_INLINE int32_t LaneSlot(const RkvLane& a, int64_t rank) { return a.order[rank]; }
+// Bit l is set where a comparison has held.
+KV_INLINE uint32_t MaskTrue(I mask) { return MaskGreater((F)(mask & (I)Splat<kWidth>(1.0f)), F{}); }
 
 KV_INLINE bool IsSimilar(const RkvLane& a, int64_t r, int64_t j) {
   const int64_t newer = a.position[r] > a.position[j] ? r : j, older = r + j - newer;
@@ -254,23 +249,37 @@ bool Replace(const RkvLane& a, int64_t x, int32_t position, const float* new_dot
   int32_t* touched = reinterpret_cast<int32_t*>(similarity + a.capacity + 64);
   int64_t num_touched = 0;
   uint8_t* bits = a.similar + x * words;
-  D row_sum = {};
-  const I here = static_cast<int32_t>(x) - I{};
+  // Most similar rows pointed at the token before: those are taken off its sum together.
+  const int32_t before = a.order[a.len - 1];
+  D row_sum = {}, hit_sum = {}, before_sum = {};
+  const I here = static_cast<int32_t>(x) - I{}, last = before - I{};
+  I newest_position = -1 - I{};
   const F threshold = Splat<kWidth>(a.threshold);
   for (int64_t j = 0; j < a.len; j += kWidth) {
     const F inverse = Load<F>(a.inverse_norm + j);
     const F added = Load<F>(new_dot + j) * (inverse * inverse_new);
     const F gone = Load<F>(old_dot + j) * (inverse * inverse_old);
     Store(similarity + j, added);
-    float both[2 * kWidth];
-    Store(both, added);
-    Store(both + kWidth, gone);
+    const I is_hit = added > threshold;
+    const I pointer = Load<I>(a.pointer + j);
+    const F value = Load<F>(a.pointer_value + j);
+    const I at_last = is_hit & (pointer == last), elsewhere = is_hit & (pointer != last);
+    float parts[4 * kWidth];
+    Store(parts, added);
+    Store(parts + kWidth, gone);
+    Store(parts + 2 * kWidth, (F)((I)added & is_hit));
+    Store(parts + 3 * kWidth, (F)((I)value & at_last));
     for (int half = 0; half < 2; ++half) {
-      const D plus = LoadDouble(both + half * kHalfWidth);
+      const float* part = parts + half * kHalfWidth;
+      const D plus = LoadDouble(part);
       double* sum = a.column_sum + j + half * kHalfWidth;
-      Store(sum, Load<D>(sum) + (plus - LoadDouble(both + kWidth + half * kHalfWidth)));
+      Store(sum, Load<D>(sum) + (plus - LoadDouble(part + kWidth)));
       row_sum += plus;
+      hit_sum += LoadDouble(part + 2 * kWidth);
+      before_sum += LoadDouble(part + 3 * kWidth);
     }
+    const I age = Load<I>(a.position + j);
+    newest_position = (is_hit & (age > newest_position)) ? age : newest_position;
     const uint32_t hits = MaskGreater(added, threshold);
     if constexpr (kWidth == 16) {
       const uint16_t two = static_cast<uint16_t>(hits);
@@ -280,13 +289,20 @@ bool Replace(const RkvLane& a, int64_t x, int32_t position, const float* new_dot
     } else {
       bits[j / 8] = static_cast<uint8_t>(j % 8 == 0 ? hits : bits[j / 8] | hits << 4);
     }
-    uint32_t open = hits | MaskEqual(Load<I>(a.pointer + j), here);
-    for (; open != 0; open &= open - 1)
+    for (uint32_t open = MaskTrue(elsewhere); open != 0; open &= open - 1) {
+      const int64_t r = j + __builtin_ctz(open);
+      a.pointed_sum[a.pointer[r]] -= static_cast<double>(a.pointer_value[r]);
+    }
+    for (uint32_t open = MaskTrue((pointer == here) & ~is_hit); open != 0; open &= open - 1)
       touched[num_touched++] = static_cast<int32_t>(j) + __builtin_ctz(open);
+    Store(a.pointer + j, is_hit ? here : pointer);
+    Store(a.pointer_value + j, is_hit ? added : value);
+    Store(a.alone + j, Load<I>(a.alone + j) & ~is_hit);
   }
   const double total = SumLanes(row_sum);
   a.inverse_norm[x] = inverse_new;
   if (!(square < kInfinity) || !(total - total == 0)) return false;
+  a.pointed_sum[before] -= SumLanes(before_sum);
 
   const int64_t rank = *a.elected_rank;
   __builtin_memmove(a.order + rank, a.order + rank + 1,
@@ -295,21 +311,13 @@ bool Replace(const RkvLane& a, int64_t x, int32_t position, const float* new_dot
   a.position[x] = position;
   a.column_sum[x] = total;
   a.pointed_sum[a.pointer[x]] -= static_cast<double>(a.pointer_value[x]);  // of the replaced key
-  a.pointed_sum[x] = 0;
+  a.pointed_sum[x] = SumLanes(hit_sum);
 
-  int32_t newest = -1;  // similar to x
   int64_t num_alone = 0;
   for (int64_t i = 0; i < num_touched; ++i) {
+    // The replaced key was its newest similar one: the next newest is older than that.
     const int64_t r = touched[i];
     if (r == x || r >= a.len) continue;
-    if (similarity[r] > a.threshold) {
-      if (a.pointer[r] != x) a.pointed_sum[a.pointer[r]] -= static_cast<double>(a.pointer_value[r]);
-      Point(a, r, x, similarity[r]);
-      a.alone[r] = 0;
-      if (newest < 0 || a.position[r] > a.position[newest]) newest = static_cast<int32_t>(r);
-      continue;
-    }
-    // The replaced key was its newest similar one: the next newest is older than that.
     int64_t next = -1;
     if (!a.alone[r])
       for (int64_t k = rank - 1; k >= 0 && next < 0; --k)
@@ -321,12 +329,13 @@ bool Replace(const RkvLane& a, int64_t x, int32_t position, const float* new_dot
       touched[num_alone++] = static_cast<int32_t>(r);
     }
   }
+  int32_t newest = -1;  // position of the newest slot that is similar to x
+  for (int l = 0; l < kWidth; ++l)
+    newest = newest_position[l] > newest ? newest_position[l] : newest;
   a.alone[x] = newest < 0;
-  if (newest >= 0) {
-    Point(a, x, newest, similarity[newest]);
-  } else {
-    Point(a, x, a.order[0], a.order[0] == x ? 0.0f : similarity[a.order[0]]);
-  }
+  int64_t k = newest < 0 ? 0 : a.len - 2;
+  while (newest >= 0 && a.position[a.order[k]] != newest) --k;
+  Point(a, x, a.order[k], a.order[k] == x ? 0.0f : similarity[a.order[k]]);
   if (num_alone > 0) PointAtOldest<T>(a, touched, num_alone);
   return true;
 }
