@@ -32,7 +32,13 @@ class KvStore:
         seq_len: Tensor,
         query_ring: Tensor | None = None,
         head_dim: int = ...,
+        replace: Tensor | None = None,
+        lane_state: Tensor | None = None,
+        state_slots: int = 0,
     ) -> None: ...
+    def has_replaced(self, seq: int) -> bool:
+        """The last extend overwrites a slot: it cannot be undone."""
+
     def create(self) -> int: ...
     def release(self, seq: int) -> None: ...
     def is_live(self, seq: int) -> bool: ...
@@ -85,8 +91,30 @@ def attend(
     rows: Tensor,
     cu_tokens: Tensor,
     scale: float,
+    observe_rkv: RkvSettings | None = None,
     stream: int = 0,
 ) -> None: ...
+
+class RkvSettings:
+    """How the fused R-KV pass scores; meanings as in ``EvictionConfig``."""
+
+    def __init__(self, protect: int, kernel: int, mix: float, threshold: float) -> None: ...
+
+def build_rkv_state(
+    store: KvStore,
+    rows: Tensor,
+    full: Tensor,
+    scratch: Tensor,
+    scale: float,
+    settings: RkvSettings,
+    stream: int = 0,
+) -> None: ...
+def build_rkv_state_scratch_bytes(store: KvStore) -> int:
+    """For the current number of threads."""
+
+def rkv_state_bytes(slots: int, window: int, head_dim: int) -> int:
+    """Of one lane."""
+
 def attend_scratch_bytes(store: KvStore, q_heads: int) -> int:
     """For the current number of threads."""
 

@@ -47,10 +47,22 @@ class KVCache:
         rows: sequences at once.
         max_len: slots that one lane can hold.
         window: queries kept per query head for policies that observe; 0 for none.
+        replaces: lanes may have a slot that their next token overwrites (the steady cadence).
+        observe: settings of the fused R-KV pass, which attention then runs.
+        state_slots: longest lane that the fused pass keeps a state of.
     """
 
     def __init__(
-        self, shape: CacheShape, *, blocks: int, rows: int, max_len: int, window: int = 0
+        self,
+        shape: CacheShape,
+        *,
+        blocks: int,
+        rows: int,
+        max_len: int,
+        window: int = 0,
+        replaces: bool = False,
+        observe: _C.RkvSettings | None = None,
+        state_slots: int = 0,
     ) -> None:
         self.shape = shape
         self.blocks = blocks
@@ -66,6 +78,13 @@ class KVCache:
         self.seq_len = torch.zeros(rows, dtype=torch.int32)
         ring = (rows, shape.layers, shape.q_heads, window, shape.head_dim)
         self.query_ring = torch.empty(ring, dtype=shape.dtype) if window else None
+        self.replace = torch.full(table[:3], -1, dtype=torch.int32) if replaces else None
+        self.observe = observe
+        self.scale = shape.head_dim**-0.5  # of the attention, as last seen
+        self.lane_state = None
+        if observe is not None:
+            state = _C.rkv_state_bytes(state_slots, window, shape.head_dim)
+            self.lane_state = torch.empty((*table[:3], state), dtype=torch.uint8)
         self.store = _C.KvStore(
             self.key_blocks,
             self.value_blocks,
@@ -75,6 +94,9 @@ class KVCache:
             self.seq_len,
             self.query_ring,
             shape.head_dim,
+            self.replace,
+            self.lane_state,
+            state_slots,
         )
         self._attend_scratch = ops.attend_scratch(self.store, shape.q_heads)
 
@@ -113,7 +135,10 @@ class KVCache:
         """
         observed = query if self.window else None
         ops.append_kv(self.store, layer, key, value, observed, batch)
-        return ops.attend(self.store, layer, query, batch, scale, self._attend_scratch)
+        self.scale = scale
+        return ops.attend(
+            self.store, layer, query, batch, scale, self._attend_scratch, self.observe
+        )
 
     def rows(self, seqs: Sequence[int]) -> Tensor:
         """i32 [seqs]: rows of the cache tensors."""

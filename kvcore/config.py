@@ -60,15 +60,21 @@ class SamplingParams:
 class EvictionConfig:
     """What a policy keeps in each lane.
 
-    ``budget`` scored entries are kept, besides the ``protect`` newest, which are never scored.
-    Eviction fires when a lane reaches ``budget + headroom`` slots (``trigger``), after the forward
-    that filled it.
+    ``budget`` scored entries are kept, besides the ``protect`` newest, which are never scored. In
+    the "sawtooth" cadence eviction fires when a lane reaches ``budget + headroom`` slots, after the
+    forward that filled it. In the "steady" cadence a lane grows to ``budget + protect`` slots; from
+    then on every new token takes the place of the entry with the lowest score.
 
     Attributes:
         policy: a name of ``kvcore.policies.available()``; "full" never evicts.
         budget: B, scored entries kept per lane; required unless policy is "full".
         protect: newest entries never scored.
-        headroom: slots above ``budget`` at which eviction fires.
+        headroom: slots above ``budget`` at which eviction fires; sawtooth only.
+        cadence: "sawtooth" or "steady".
+        layer_budgets: B of every layer, in place of ``budget``, which then is their mean (see
+            ``pyramid_budgets``).
+        head_budgets: "uniform": every kv head of a layer keeps B; "adaptive": they share their B by
+            score at every eviction (AdaKV, arXiv 2407.11550); sawtooth only.
         window: observation queries (R-KV's alpha) of "rkv" and "snapkv"; at most ``protect``.
         protect_prompt: keep the prompt besides ``budget``.
         mix: R-KV's lambda, weight of importance against redundancy.
@@ -94,6 +100,9 @@ class EvictionConfig:
     seed: int = 0
     pool_first: bool = False
     scope: str = "lane"
+    cadence: str = "sawtooth"
+    layer_budgets: tuple[int, ...] | None = None
+    head_budgets: str = "uniform"
 
     def __post_init__(self) -> None:
         require(isinstance(self.policy, str) and self.policy != "", "policy", "a name", self.policy)
@@ -104,7 +113,9 @@ class EvictionConfig:
         require_int(self.budget, "budget", 1)
         require_int(self.protect, "protect", 1)
         require_int(self.headroom, "headroom", 1)
-        ok = self.headroom > self.protect
+        cadences = ("sawtooth", "steady")
+        require(self.cadence in cadences, "cadence", "'sawtooth' or 'steady'", self.cadence)
+        ok = self.is_steady or self.headroom > self.protect
         require(ok, "headroom", f"more than protect ({self.protect})", self.headroom)
         require_int(self.window, "window", 1)
         require(_is_number(self.mix) and 0 <= self.mix <= 1, "mix", "a number in [0, 1]", self.mix)
@@ -115,16 +126,86 @@ class EvictionConfig:
         require_int(self.seed, "seed", 0, 2**63 - 1)
         require(isinstance(self.pool_first, bool), "pool_first", "a bool", self.pool_first)
         require(self.scope in ("lane", "global"), "scope", "'lane' or 'global'", self.scope)
+        self._check_shares()
 
     @property
     def evicts(self) -> bool:
         return self.policy != "full"
 
+    def _check_shares(self) -> None:
+        if self.layer_budgets is not None:
+            require(
+                isinstance(self.layer_budgets, tuple),
+                "layer_budgets",
+                "a tuple",
+                self.layer_budgets,
+            )
+            for layer, budget in enumerate(self.layer_budgets):
+                require_int(budget, f"layer_budgets[{layer}]", 1)
+            mean = sum(self.layer_budgets) / max(1, len(self.layer_budgets))
+            ok = self.budget is not None and abs(mean - self.budget) < 1
+            require(ok, "layer_budgets", f"a mean of budget ({self.budget})", self.layer_budgets)
+            require(self.scope == "lane", "scope", "'lane' with layer_budgets", self.scope)
+        shares = ("uniform", "adaptive")
+        require(
+            self.head_budgets in shares,
+            "head_budgets",
+            "'uniform' or 'adaptive'",
+            self.head_budgets,
+        )
+        if self.head_budgets == "adaptive":
+            require(
+                not self.is_steady, "cadence", "'sawtooth' with adaptive head budgets", self.cadence
+            )
+            require(self.scope == "lane", "scope", "'lane' with adaptive head budgets", self.scope)
+
+    @property
+    def is_steady(self) -> bool:
+        return self.cadence == "steady"
+
+    def budgets(self, layers: int) -> tuple[int, ...]:
+        """B of each layer; REQUIRES a policy that evicts.
+
+        Raises:
+            ValueError: ``layer_budgets`` is for another number of layers.
+        """
+        assert self.budget is not None
+        if self.layer_budgets is None:
+            return (self.budget,) * layers
+        ok = len(self.layer_budgets) == layers
+        require(ok, "layer_budgets", f"one for each of {layers} layers", self.layer_budgets)
+        return self.layer_budgets
+
     @property
     def trigger(self) -> int:
-        """Lane length in slots at which eviction fires; REQUIRES a policy that evicts."""
+        """Mean length of a sequence's lanes, in slots, at which eviction fires; REQUIRES a policy
+        that evicts. With the steady cadence this is the longest that lanes stay.
+        """
         assert self.budget is not None
-        return self.budget + self.headroom
+        return self.budget + (self.protect if self.is_steady else self.headroom)
+
+
+def pyramid_budgets(budget: int, layers: int, steepness: float = 20.0) -> tuple[int, ...]:
+    """Budgets that fall evenly from the first layer to the last, with mean ``budget``.
+
+    Args:
+        steepness: the last layer gets ``budget / steepness``; the first gets as much more than
+            ``budget`` as the last gets less.
+    Source: PyramidKV (arXiv 2406.02069), whose beta this is.
+    Raises:
+        ValueError: a value that cannot be.
+    """
+    require_int(budget, "budget", 1)
+    require_int(layers, "layers", 1)
+    require(_is_number(steepness) and steepness >= 1, "steepness", "a number >= 1", steepness)
+    last = budget / steepness
+    first = 2 * budget - last
+    step = (first - last) / max(1, layers - 1)
+    exact = [first - step * layer for layer in range(layers)] if layers > 1 else [float(budget)]
+    budgets = [max(1, math.floor(x)) for x in exact]
+    for layer in range(max(0, budget * layers - sum(budgets))):  # what rounding took
+        budgets[layer % layers] += 1
+    return tuple(budgets)
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,26 @@ def attend(
     batch: RaggedBatch,
     scale: float,
     scratch: Tensor,
+    observe: _C.RkvSettings | None = None,
 ) -> Tensor:
-    """Causal attention of ``query`` [tokens, q_heads, head_dim] over the cache; same shape out."""
+    """Causal attention of ``query`` [tokens, q_heads, head_dim] over the cache; same shape out.
+
+    With ``observe`` the pass also keeps the R-KV state of lanes whose token has overwritten a slot,
+    and elects the slot that the next one overwrites (csrc/ops/attend.h).
+    """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    _C.attend(store, layer, query, out, None, scratch, batch.rows, batch.cu_tokens, scale)
+    _C.attend(store, layer, query, out, None, scratch, batch.rows, batch.cu_tokens, scale, observe)
     return out
+
+
+def build_rkv_state(
+    store: _C.KvStore, rows: Tensor, full: Tensor, observe: _C.RkvSettings, scale: float
+) -> None:
+    """State and election of the rows' lanes that hold ``full`` [layers, kv_heads] slots, from their
+    keys and last queries (csrc/ops/build_rkv_state.h).
+    """
+    scratch = torch.empty(_C.build_rkv_state_scratch_bytes(store), dtype=torch.uint8)
+    _C.build_rkv_state(store, rows, full.contiguous(), scratch, scale, observe)
 
 
 def attend_scratch(store: _C.KvStore, q_heads: int) -> Tensor:

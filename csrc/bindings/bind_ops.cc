@@ -1,5 +1,8 @@
 // The operations for Python. Contracts: ops/<op>.h; this file only carries arguments.
+#include <pybind11/stl.h>
+
 #include <cstdint>
+#include <optional>
 
 #include "base/parallel.h"
 #include "base/rng.h"
@@ -33,7 +36,8 @@ void AppendKv(const BoundStore& s, int64_t layer, const TensorArg<"key">& key,
 void Attend(const BoundStore& s, int64_t layer, const TensorArg<"query">& query,
             const TensorArg<"out">& out, const OptionalTensorArg<"lse">& lse,
             const TensorArg<"scratch">& scratch, const TensorArg<"rows">& rows,
-            const TensorArg<"cu_tokens">& cu_tokens, float scale, Stream stream) {
+            const TensorArg<"cu_tokens">& cu_tokens, float scale,
+            const std::optional<RkvSettings>& observe_rkv, Stream stream) {
   AttendParams p;
   p.query = query;
   p.out = out;
@@ -42,7 +46,21 @@ void Attend(const BoundStore& s, int64_t layer, const TensorArg<"query">& query,
   p.batch = {rows, cu_tokens};
   p.layer = layer;
   p.scale = scale;
+  p.observe_rkv = observe_rkv.has_value();
+  if (observe_rkv) p.rkv = *observe_rkv;
   OpsOf(s).attend(s.store.view(), p, stream);
+}
+
+void BuildRkvState(const BoundStore& s, const TensorArg<"rows">& rows,
+                   const TensorArg<"full">& full, const TensorArg<"scratch">& scratch, float scale,
+                   const RkvSettings& settings, Stream stream) {
+  BuildRkvStateParams p;
+  p.rows = rows;
+  p.full = full;
+  p.scratch = scratch;
+  p.scale = scale;
+  p.rkv = settings;
+  OpsOf(s).build_rkv_state(s.store.view(), p, stream);
 }
 
 void ScoreRkv(const BoundStore& s, const TensorArg<"rows">& rows, const TensorArg<"score">& score,
@@ -139,7 +157,24 @@ void BindOps(py::module_& m) {
         py::arg("stream") = 0, NoGil());
   m.def("attend", &Attend, py::arg("store"), py::arg("layer"), py::arg("query"), py::arg("out"),
         py::arg("lse"), py::arg("scratch"), py::arg("rows"), py::arg("cu_tokens"), py::arg("scale"),
-        py::arg("stream") = 0, NoGil());
+        py::arg("observe_rkv") = py::none(), py::arg("stream") = 0, NoGil());
+  py::class_<RkvSettings>(m, "RkvSettings")
+      .def(py::init([](int64_t protect, int64_t kernel, float mix, float threshold) {
+             return RkvSettings{protect, kernel, mix, threshold};
+           }),
+           py::arg("protect"), py::arg("kernel"), py::arg("mix"), py::arg("threshold"));
+  m.def("build_rkv_state", &BuildRkvState, py::arg("store"), py::arg("rows"), py::arg("full"),
+        py::arg("scratch"), py::arg("scale"), py::arg("settings"), py::arg("stream") = 0, NoGil());
+  m.def(
+      "build_rkv_state_scratch_bytes",
+      [](const BoundStore& s) { return BuildRkvStateScratchBytes(s.store.view(), NumThreads()); },
+      py::arg("store"));
+  m.def(
+      "rkv_state_bytes",
+      [](int64_t slots, int64_t window, int64_t head_dim) {
+        return RkvStateLayout(slots, window, head_dim).bytes;
+      },
+      py::arg("slots"), py::arg("window"), py::arg("head_dim"));
   m.def(
       "attend_scratch_bytes",
       [](const BoundStore& s, int64_t q_heads) {

@@ -20,7 +20,8 @@ using Counts = std::vector<int64_t>;
 BoundStore MakeStore(const py::object& key_blocks, const py::object& value_blocks,
                      const py::object& position, const py::object& block_table,
                      const py::object& lane_len, const py::object& seq_len,
-                     const py::object& query_ring, int64_t head_dim) {
+                     const py::object& query_ring, int64_t head_dim, const py::object& replace,
+                     const py::object& lane_state, int64_t state_slots) {
   KvCacheView view;
   view.key_blocks = ViewOfTensor(key_blocks.ptr(), "key_blocks");
   view.value_blocks = ViewOfTensor(value_blocks.ptr(), "value_blocks");
@@ -29,8 +30,12 @@ BoundStore MakeStore(const py::object& key_blocks, const py::object& value_block
   view.lane_len = ViewOfTensor(lane_len.ptr(), "lane_len");
   view.seq_len = ViewOfTensor(seq_len.ptr(), "seq_len");
   if (!query_ring.is_none()) view.query_ring = ViewOfTensor(query_ring.ptr(), "query_ring");
+  if (!replace.is_none()) view.replace = ViewOfTensor(replace.ptr(), "replace");
+  if (!lane_state.is_none()) view.lane_state = ViewOfTensor(lane_state.ptr(), "lane_state");
+  view.state_slots = state_slots;
   view.head_dim = head_dim;
-  return {{key_blocks, value_blocks, position, block_table, lane_len, seq_len, query_ring},
+  return {{key_blocks, value_blocks, position, block_table, lane_len, seq_len, query_ring, replace,
+           lane_state},
           KvStore(view)};
 }
 
@@ -47,7 +52,8 @@ void BindStore(py::module_& m) {
   py::class_<BoundStore>(m, "KvStore")
       .def(py::init(&MakeStore), py::arg("key_blocks"), py::arg("value_blocks"),
            py::arg("position"), py::arg("block_table"), py::arg("lane_len"), py::arg("seq_len"),
-           py::arg("query_ring") = py::none(), py::arg("head_dim"))
+           py::arg("query_ring") = py::none(), py::arg("head_dim"), py::arg("replace") = py::none(),
+           py::arg("lane_state") = py::none(), py::arg("state_slots") = 0)
       .def("create", [](BoundStore& s) { return s.store.Create(); })
       .def(
           "release", [](BoundStore& s, SeqId seq) { s.store.Release(seq); }, py::arg("seq"))
@@ -90,6 +96,9 @@ void BindStore(py::module_& m) {
              const TensorArg<"drop_count">& drop_count,
              Stream stream) { return s.store.Evict(seqs, drop, drop_count, stream); },
           py::arg("seqs"), py::arg("drop"), py::arg("drop_count"), py::arg("stream") = 0, NoGil())
+      .def(
+          "has_replaced", [](const BoundStore& s, SeqId seq) { return s.store.HasReplaced(seq); },
+          py::arg("seq"))
       .def(
           "row", [](const BoundStore& s, SeqId seq) { return s.store.Row(seq); }, py::arg("seq"))
       .def("rows", &Rows, py::arg("seqs"))

@@ -22,6 +22,14 @@ void WriteKey(const void* from, void* block, int64_t slot, int64_t head_dim) {
     std::memcpy(dst + i * kBlockSlots, src + i * static_cast<int64_t>(sizeof(Pair)), sizeof(Pair));
 }
 
+template <typename Pair>
+void ReadKey(const void* block, int64_t slot, int64_t head_dim, void* to) {
+  const Pair* src = static_cast<const Pair*>(block) + slot;
+  char* dst = static_cast<char*>(to);
+  for (int64_t i = 0; i < head_dim / 2; ++i)
+    std::memcpy(dst + i * static_cast<int64_t>(sizeof(Pair)), src + i * kBlockSlots, sizeof(Pair));
+}
+
 const char* RowOf(const TensorView& t, int64_t token, int64_t head) {
   return t.ptr<char>() + (token * t.stride[0] + head * t.stride[1]) * DTypeBytes(t.dtype);
 }
@@ -59,7 +67,14 @@ void CheckParams(const KvCacheView& view, const AppendKvParams& p) {
   for (int64_t s = 0; s < p.batch.rows.shape[0]; ++s) {
     const int64_t count = cu[s + 1] - cu[s];
     if (count == 0) continue;
-    for (int64_t h = 0; h < view.num_kv_heads(); ++h) CheckLane(view, rows[s], p.layer, h, count);
+    for (int64_t h = 0; h < view.num_kv_heads(); ++h) {
+      CheckLane(view, rows[s], p.layer, h, count);
+      const int64_t lane = view.LaneId(rows[s], p.layer, h);
+      KV_CHECK(view.Replaced(lane) < view.lane_len.ptr<int32_t>()[lane])
+          << "replace: expected a slot below lane_len " << view.lane_len.ptr<int32_t>()[lane]
+          << " in row " << rows[s] << ", layer " << p.layer << ", kv head " << h << ", got "
+          << view.Replaced(lane);
+    }
     const int64_t total = view.seq_len.ptr<int32_t>()[rows[s]];
     KV_CHECK(total >= count) << "seq_len[" << rows[s] << "]: expected at least " << count
                              << ", got " << total;
@@ -95,6 +110,8 @@ void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream) {
   const int64_t element = DTypeBytes(view.dtype()), head_dim = view.head_dim;
   const int64_t block_bytes = BlockElements(head_dim) * element;
   const auto write_key = element == 2 ? WriteKey<uint32_t> : WriteKey<uint64_t>;
+  const auto read_key = element == 2 ? ReadKey<uint32_t> : ReadKey<uint64_t>;
+  const RkvStateLayout state = view.StateLayout();
   const int32_t* rows = p.batch.rows.ptr<int32_t>();
   const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
   const int64_t grain = std::max<int64_t>(1, seqs * kMinRangeElements / (tokens * head_dim));
@@ -103,7 +120,13 @@ void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream) {
       const int64_t s = i / heads, head = i % heads, count = cu[s + 1] - cu[s];
       const int64_t lane = view.LaneId(rows[s], p.layer, head);
       const int32_t* table = view.block_table.ptr<int32_t>() + lane * view.max_blocks();
-      const int64_t first_slot = view.lane_len.ptr<int32_t>()[lane] - count;
+      const int32_t replaced = count == 1 ? view.Replaced(lane) : -1;
+      const int64_t first_slot =
+          replaced >= 0 ? replaced : view.lane_len.ptr<int32_t>()[lane] - count;
+      if (replaced >= 0 && !view.lane_state.empty())
+        read_key(view.key_blocks.ptr<char>() + table[replaced / kBlockSlots] * block_bytes,
+                 replaced % kBlockSlots, head_dim,
+                 view.lane_state.ptr<char>() + lane * state.bytes + state.replaced_key);
       const int64_t first_position = view.seq_len.ptr<int32_t>()[rows[s]] - count;
       for (int64_t t = 0; t < count; ++t) {
         const int64_t slot = (first_slot + t) % kBlockSlots;

@@ -7,6 +7,7 @@
 #include "cpu/attend_kernels.h"
 #include "cpu/check_lanes.h"
 #include "cpu/cpu_ops.h"
+#include "cpu/rkv_checks.h"
 
 namespace kvcore {
 namespace {
@@ -19,6 +20,24 @@ constexpr int64_t kRangesPerThread = 8;
 int64_t TileBytes(int64_t head_dim) {
   const int64_t bytes = AttendTileScratchFloats(head_dim) * static_cast<int64_t>(sizeof(float));
   return (bytes + kAlign - 1) / kAlign * kAlign;
+}
+
+// What a thread needs for one lane of the fused R-KV pass: products of all rows, and the state's
+// own scratch.
+struct ObservedScratch {
+  int64_t stride = 0, kept_bytes = 0, bytes = 0;
+
+  ObservedScratch(const KvCacheView& view, int64_t q_heads) {
+    if (view.lane_state.empty() || view.num_kv_heads() == 0) return;
+    const int64_t capacity = view.StateLayout().capacity;
+    stride = capacity + 16;
+    kept_bytes = 4 * stride * (q_heads / view.num_kv_heads() + kRkvExtraRows);
+    bytes = (kept_bytes + 4 * RkvScratchFloats(capacity) + kAlign - 1) / kAlign * kAlign;
+  }
+};
+
+bool IsObserved(const KvCacheView& view, const AttendParams& p, int64_t lane, int64_t count) {
+  return p.observe_rkv && count == 1 && view.Replaced(lane) >= 0;
 }
 
 struct Place {
@@ -59,11 +78,31 @@ Plan MakePlan(const KvCacheView& view, const AttendParams& p, int64_t group) {
   return plan;
 }
 
+void CheckObserved(const KvCacheView& view, const AttendParams& p, int64_t group) {
+  KV_CHECK(!view.lane_state.empty()) << "observe_rkv: the cache keeps no lane_state";
+  CheckRkvSettings(view, p.rkv);
+  KV_CHECK(group + kRkvExtraRows <= kAttendTileRows)
+      << "observe_rkv: expected at most " << kAttendTileRows - kRkvExtraRows
+      << " query heads per kv head, got " << group;
+  const int32_t* rows = p.batch.rows.ptr<int32_t>();
+  const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
+  for (int64_t s = 0; s < p.batch.rows.shape[0]; ++s)
+    for (int64_t h = 0; h < view.num_kv_heads(); ++h) {
+      const int64_t lane = view.LaneId(rows[s], p.layer, h);
+      const int64_t len = view.lane_len.ptr<int32_t>()[lane];
+      if (!IsObserved(view, p, lane, cu[s + 1] - cu[s])) continue;
+      KV_CHECK(len > p.rkv.protect && len <= view.state_slots && view.Replaced(lane) < len)
+          << "lane_len: expected more than protect (" << p.rkv.protect << ") and at most "
+          << view.state_slots << " slots in row " << rows[s] << ", layer " << p.layer
+          << ", kv head " << h << ", got " << len << " with slot " << view.Replaced(lane)
+          << " replaced";
+    }
+}
+
 }  // namespace
 
 int64_t AttendScratchBytes(const KvCacheView& view, int64_t q_heads, int threads) {
-  (void)q_heads;  // tiles have a fixed number of rows
-  return threads * TileBytes(view.head_dim) + kAlign;
+  return threads * (TileBytes(view.head_dim) + ObservedScratch(view, q_heads).bytes) + kAlign;
 }
 
 void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
@@ -94,12 +133,17 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
       << "scratch: expected at least " << scratch_bytes << " bytes for " << threads
       << " threads, got " << p.scratch.shape[0];
   const int64_t group = q_heads / view.num_kv_heads();
+  if (p.observe_rkv) CheckObserved(view, p, group);
   const Plan plan = MakePlan(view, p, group);
 
   const AttendKernels& kernels = KV_ISA_TABLE(kAttendKernels);
-  const auto run = view.dtype() == DType::kF32    ? kernels.f32
-                   : view.dtype() == DType::kBF16 ? kernels.bf16
-                                                  : kernels.f16;
+  const auto of_type = [&](const AttendKernelsOfTypes& k) {
+    return view.dtype() == DType::kF32 ? k.f32 : view.dtype() == DType::kBF16 ? k.bf16 : k.f16;
+  };
+  const auto run = of_type(kernels.plain), run_observed = of_type(kernels.rkv);
+  const ObservedScratch observed(view, q_heads);
+  const RkvStateLayout state = view.StateLayout();
+  const int64_t thread_bytes = TileBytes(view.head_dim) + observed.bytes;
   const auto unaligned = reinterpret_cast<uintptr_t>(p.scratch.data);
   char* const scratch = reinterpret_cast<char*>((unaligned + kAlign - 1) / kAlign * kAlign);
   const int64_t element = DTypeBytes(view.dtype());
@@ -123,7 +167,12 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
     tile.lse_head = p.lse.stride[1];
     tile.group = group;
     tile.scale = p.scale;
-    tile.scratch = reinterpret_cast<float*>(scratch + thread_id * TileBytes(view.head_dim));
+    tile.scratch = reinterpret_cast<float*>(scratch + thread_id * thread_bytes);
+    RkvLane rkv;
+    char* const kept = scratch + thread_id * thread_bytes + TileBytes(view.head_dim);
+    tile.kept = reinterpret_cast<float*>(kept);
+    tile.kept_stride = observed.stride;
+    tile.rkv = &rkv;
     const int32_t* rows = p.batch.rows.ptr<int32_t>();
     const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
     const int32_t* lane_len = view.lane_len.ptr<int32_t>();
@@ -150,7 +199,28 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
       tile.lse = p.lse.empty()
                      ? nullptr
                      : p.lse.ptr<float>() + token * tile.lse_token + q_head * tile.lse_head;
-      run(tile);
+      if (!IsObserved(view, p, lane, count)) {
+        run(tile);
+        continue;
+      }
+      char* const lane_state = view.lane_state.ptr<char>() + lane * state.bytes;
+      BindState(lane_state, state, &rkv);
+      rkv.key_blocks = tile.key_blocks;
+      rkv.table = tile.table;
+      rkv.head_dim = view.head_dim;
+      rkv.len = lane_len[lane];
+      rkv.window = view.window();
+      rkv.protect = p.rkv.protect;
+      rkv.kernel = p.rkv.kernel;
+      rkv.mix = p.rkv.mix;
+      rkv.threshold = p.rkv.threshold;
+      const int32_t seq_len = view.seq_len.ptr<int32_t>()[rows[at.seq]];
+      rkv.num_queries = std::min<int64_t>(rkv.window, seq_len);
+      rkv.scratch = reinterpret_cast<float*>(kept + observed.kept_bytes);
+      tile.replaced_key = lane_state + state.replaced_key;
+      tile.position = seq_len - 1;
+      tile.elected = view.replace.ptr<int32_t>() + lane;
+      run_observed(tile);
     }
   });
 }

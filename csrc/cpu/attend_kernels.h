@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include "cpu/isa.h"
+#include "cpu/rkv_lane.h"
 
 namespace kvcore {
 
@@ -35,7 +36,16 @@ struct AttendTile {
   int64_t limit;      // token t sees slots [0, limit + t)
   float scale;
   float* scratch;  // AttendTileScratchFloats, 64-byte aligned
+
+  // What an observer needs; the tile then is all rows of a single token.
+  float* kept;  // [num_rows + kRkvExtraRows][kept_stride], 64-byte aligned
+  int64_t kept_stride;
+  const RkvLane* rkv;
+  const void* replaced_key;  // T [head_dim]
+  int32_t position;          // of the token
+  int32_t* elected;          // in: the slot that holds it; out: the next one or why there is none
 };
+inline constexpr int kRkvExtraRows = 2;
 
 // Queries, accumulators (both padded rows), scores of eight rows, and a maximum, a sum and a
 // rescaling factor per row.
@@ -44,10 +54,13 @@ constexpr int64_t AttendTileScratchFloats(int64_t head_dim) {
          3 * kAttendTileRows;
 }
 
-struct AttendKernels {
+struct AttendKernelsOfTypes {
   void (*f32)(const AttendTile& tile);
   void (*bf16)(const AttendTile& tile);
   void (*f16)(const AttendTile& tile);
+};
+struct AttendKernels {
+  AttendKernelsOfTypes plain, rkv;  // by observer
   // y[i] = exp(x[i]) for x <= 0 as the softmax computes it: relative error below 2e-7, exactly 0
   // under -87. For tests. n is a multiple of 16.
   void (*exp)(const float* x, float* y, int64_t n);

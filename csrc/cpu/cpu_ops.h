@@ -10,6 +10,7 @@ namespace kvcore {
 
 void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream stream);
 void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream stream);
+void BuildRkvStateCpu(const KvCacheView& view, const BuildRkvStateParams& p, Stream stream);
 void ScoreRkvCpu(const KvCacheView& view, const ScoreRkvParams& p, Stream stream);
 void ScoreKeysCpu(const KvCacheView& view, const ScoreKeysParams& p, Stream stream);
 void ScoreTovaCpu(const KvCacheView& view, const ScoreTovaParams& p, Stream stream);

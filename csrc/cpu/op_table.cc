@@ -10,6 +10,7 @@ const OpTable& GetOps(Device device) {
   static constexpr OpTable kCpuOps = {
       .append_kv = AppendKvCpu,
       .attend = AttendCpu,
+      .build_rkv_state = BuildRkvStateCpu,
       .score_rkv = ScoreRkvCpu,
       .score_keys = ScoreKeysCpu,
       .score_tova = ScoreTovaCpu,

@@ -7,7 +7,8 @@ namespace kvcore {
 
 // Writes the keys and values of new tokens of one layer into the newest slots of their lanes, and
 // the tokens' positions into the position plane. Token i of sequence s goes to slot
-// lane_len - count(s) + i and has position seq_len - count(s) + i.
+// lane_len - count(s) + i and has position seq_len - count(s) + i. A single token goes to its
+// lane's `replace` slot instead when there is one; lane_state then keeps the key that was there.
 // With a query ring, also stores the last min(window, count) queries of each sequence.
 struct AppendKvParams {
   TensorView key;    // T [tokens, kv_heads, head_dim], last dim dense, other strides free

@@ -2,6 +2,7 @@
 
 #include "ops/batch.h"
 #include "ops/kv_cache_view.h"
+#include "ops/rkv_state.h"
 
 namespace kvcore {
 
@@ -17,6 +18,8 @@ struct AttendParams {
   RaggedBatch batch;
   int64_t layer = 0;
   float scale = 1.0f;
+  bool observe_rkv = false;
+  RkvSettings rkv;
 };
 
 // Scratch that `attend` needs for at most `threads` threads.

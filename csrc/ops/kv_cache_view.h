@@ -8,6 +8,7 @@
 #include "base/tensor_match.h"
 #include "base/tensor_view.h"
 #include "ops/kv_layout.h"
+#include "ops/rkv_state.h"
 
 namespace kvcore {
 
@@ -20,6 +21,11 @@ struct KvCacheView {
   TensorView seq_len;       // i32 [rows], tokens ever appended = position of the next token
   TensorView query_ring;    // T   [rows, layers, q_heads, window, head_dim] or empty; the query at
                             //     position p lies at p % window, after RoPE
+  TensorView replace;     // i32 [rows, layers, kv_heads] or empty: slot that the lane's next token
+                          //     overwrites when it comes alone; < 0 = it is appended
+  TensorView lane_state;  // u8  [rows, layers, kv_heads, bytes] or empty: what the fused R-KV pass
+                          //     keeps of lanes with replace >= 0; layout of rkv_state.h
+  int64_t state_slots = 0;  // longest lane that lane_state can describe
   int64_t head_dim = 0;
 
   int64_t num_rows() const { return block_table.shape[0]; }
@@ -29,6 +35,10 @@ struct KvCacheView {
   int64_t num_blocks() const { return key_blocks.shape[0]; }
   int64_t window() const { return query_ring.empty() ? 0 : query_ring.shape[3]; }
   DType dtype() const { return key_blocks.dtype; }
+  RkvStateLayout StateLayout() const { return {state_slots, window(), head_dim}; }
+  int32_t Replaced(int64_t lane) const {
+    return replace.empty() ? -1 : replace.ptr<int32_t>()[lane];
+  }
   int64_t LaneId(int64_t row, int64_t layer, int64_t head) const {
     return (row * num_layers() + layer) * num_kv_heads() + head;
   }
@@ -72,6 +82,22 @@ struct KvCacheView {
           << "query_ring: " << dims["q_heads"] << " query heads are no multiple of "
           << dims["kv_heads"] << " kv heads";
       KV_CHECK(dims["head_dim"] == head_dim) << "query_ring: head_dim " << dims["head_dim"];
+    }
+    if (!replace.empty())
+      MatchTensor({"rows", "layers", "kv_heads"})
+          .DType(DType::kI32)
+          .Contiguous()
+          .Check(replace, "replace", &dims);
+    if (!lane_state.empty()) {
+      MatchTensor({"rows", "layers", "kv_heads", "state_bytes"})
+          .DType(DType::kU8)
+          .Contiguous()
+          .Check(lane_state, "lane_state", &dims);
+      KV_CHECK(!replace.empty() && window() >= 1) << "lane_state: needs replace and a query ring";
+      const int64_t bytes = StateLayout().bytes;
+      KV_CHECK(dims["state_bytes"] == bytes)
+          << "lane_state: expected " << bytes << " bytes for " << state_slots << " slots, got "
+          << dims["state_bytes"];
     }
   }
 };

@@ -5,6 +5,7 @@
 #include "base/stream.h"
 #include "ops/append_kv.h"
 #include "ops/attend.h"
+#include "ops/build_rkv_state.h"
 #include "ops/copy_blocks.h"
 #include "ops/evict_slots.h"
 #include "ops/sample_tokens.h"
@@ -19,6 +20,7 @@ namespace kvcore {
 struct OpTable {
   void (*append_kv)(const KvCacheView&, const AppendKvParams&, Stream);
   void (*attend)(const KvCacheView&, const AttendParams&, Stream);
+  void (*build_rkv_state)(const KvCacheView&, const BuildRkvStateParams&, Stream);
   void (*score_rkv)(const KvCacheView&, const ScoreRkvParams&, Stream);
   void (*score_keys)(const KvCacheView&, const ScoreKeysParams&, Stream);
   void (*score_tova)(const KvCacheView&, const ScoreTovaParams&, Stream);

@@ -40,12 +40,14 @@ KvStore::KvStore(const KvCacheView& view)
       ops_(&GetOps(view.key_blocks.device)),
       pool_(view.num_blocks()),
       open_may_be_shared_(view.num_rows(), 0),
+      last_replaced_(view.num_rows(), 0),
       num_lanes_(view.num_layers() * view.num_kv_heads()) {
   free_rows_.resize(view_.num_rows());
   for (int64_t i = 0; i < view_.num_rows(); ++i) free_rows_[i] = view_.num_rows() - 1 - i;
   row_of_.reserve(view_.num_rows());
   std::fill_n(view_.lane_len.ptr<int32_t>(), view_.lane_len.numel(), 0);
   std::fill_n(view_.seq_len.ptr<int32_t>(), view_.seq_len.numel(), 0);
+  for (int64_t row = 0; row < view_.num_rows(); ++row) ForgetReplace(row);
 }
 
 SeqId KvStore::Create() {
@@ -90,18 +92,29 @@ KvStore::ExtendPlan KvStore::PlanExtend(const std::vector<SeqId>& seqs,
         << " tokens, expected at most " << kMaxLen << " in all, got " << count << " more";
     if (num_lanes_ == 0) continue;
     const int32_t* lens = &LaneLen(row, 0);
-    const int64_t longest = *std::max_element(lens, lens + num_lanes_);
+    const bool replaces = count == 1 && Replaces(row);
+    int64_t longest = 0;  // of the lanes that grow
+    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+      if (!replaces || view_.Replaced(row * num_lanes_ + lane) < 0)
+        longest = std::max<int64_t>(longest, lens[lane]);
+    }
     KV_CHECK(count <= lane_capacity - longest)
         << "counts[" << i << "]: a lane of sequence " << seqs[i] << " holds " << longest
         << " slots, expected at most " << lane_capacity << " in all, got " << count << " more";
-    plan.new_blocks[i] = NewBlocks(lens, num_lanes_, static_cast<int32_t>(count));
-    plan.needed += plan.new_blocks[i];
-    if (!open_may_be_shared_[row]) continue;
-    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-      if (lens[lane] % kBlockSlots == 0) continue;
-      int32_t* entry = Table(row, lane) + lens[lane] / kBlockSlots;
-      if (pool_.ref_count(*entry) > 1) plan.shared.push_back(entry);
+    if (!replaces) plan.new_blocks[i] = NewBlocks(lens, num_lanes_, static_cast<int32_t>(count));
+    if (replaces || open_may_be_shared_[row]) {
+      for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+        const int32_t slot = replaces ? view_.Replaced(row * num_lanes_ + lane) : -1;
+        const int64_t first = slot >= 0 ? slot : lens[lane];  // slot that is written into
+        if (slot < 0 && lens[lane] % kBlockSlots == 0) {
+          plan.new_blocks[i] += replaces;
+          continue;
+        }
+        int32_t* entry = Table(row, lane) + first / kBlockSlots;
+        if (pool_.ref_count(*entry) > 1) plan.shared.push_back(entry);
+      }
     }
+    plan.needed += plan.new_blocks[i];
   }
   plan.needed += BlocksToUnshare(plan.shared);
   return plan;
@@ -125,6 +138,17 @@ void KvStore::Extend(const std::vector<SeqId>& seqs, const std::vector<int64_t>&
     open_may_be_shared_[row] = 0;
     if (num_lanes_ == 0) continue;
     int32_t* lens = &LaneLen(row, 0);
+    last_replaced_[row] = count == 1 && Replaces(row);
+    if (last_replaced_[row]) {
+      for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+        if (view_.Replaced(row * num_lanes_ + lane) >= 0) continue;
+        if (lens[lane] % kBlockSlots == 0)
+          Table(row, lane)[lens[lane] / kBlockSlots] = pool_.Allocate();
+        ++lens[lane];
+      }
+      continue;
+    }
+    ForgetReplace(row);
     if (plan.new_blocks[i] > 0) {
       for (int64_t lane = 0; lane < num_lanes_; ++lane) {
         int32_t* table = Table(row, lane);
@@ -141,6 +165,8 @@ void KvStore::Extend(const std::vector<SeqId>& seqs, const std::vector<int64_t>&
 void KvStore::Truncate(SeqId seq, int64_t count) {
   const int64_t row = Row(seq);
   KV_CHECK(count >= 0) << "count: expected >= 0, got " << count;
+  KV_CHECK(count == 0 || !last_replaced_[row])
+      << "count: the newest token of sequence " << seq << " has replaced another, got " << count;
   KV_CHECK(count <= RowSeqLen(row))
       << "count: sequence " << seq << " has " << RowSeqLen(row) << " tokens, got " << count;
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
@@ -212,6 +238,7 @@ int64_t KvStore::Evict(const std::vector<SeqId>& seqs, const TensorView& drop,
       const int32_t num = counts[static_cast<int64_t>(i) * num_lanes_ + lane];
       if (num > 0) ShrinkLane(rows[i], lane, LaneLen(rows[i], lane) - num);
     }
+    ForgetReplace(rows[i]);  // slots have moved
   }
   return total;
 }
@@ -230,6 +257,8 @@ void KvStore::FreeRow(int64_t row) {
   for (int64_t lane = 0; lane < num_lanes_; ++lane) ShrinkLane(row, lane, 0);
   RowSeqLen(row) = 0;
   open_may_be_shared_[row] = 0;
+  last_replaced_[row] = 0;
+  ForgetReplace(row);
   free_rows_.push_back(row);
 }
 
@@ -285,7 +314,10 @@ std::vector<SeqId> KvStore::Fork(SeqId parent, int64_t count, bool copy, Stream 
   }
   CopyBlocks(src, dst, stream);
   for (const int64_t row : rows) {
-    CopyQueryRing(from, row);
+    CopyRow(view_.query_ring, from, row);
+    CopyRow(view_.replace, from, row);
+    if (Replaces(from)) CopyRow(view_.lane_state, from, row);
+    last_replaced_[row] = last_replaced_[from];
     RowSeqLen(row) = RowSeqLen(from);
   }
   return children;
@@ -339,12 +371,22 @@ void KvStore::CopyBlocks(std::vector<int32_t>& src, std::vector<int32_t>& dst,
   if (!src.empty()) ops_->copy_blocks(view_, {IdsView(src), IdsView(dst)}, stream);
 }
 
-void KvStore::CopyQueryRing(int64_t from_row, int64_t to_row) const {
-  if (view_.window() == 0) return;
-  const TensorView& ring = view_.query_ring;
-  const int64_t row_bytes = ring.stride[0] * DTypeBytes(ring.dtype);
-  std::memcpy(ring.ptr<char>() + to_row * row_bytes, ring.ptr<char>() + from_row * row_bytes,
+void KvStore::CopyRow(const TensorView& tensor, int64_t from_row, int64_t to_row) const {
+  if (tensor.empty()) return;
+  const int64_t row_bytes = tensor.stride[0] * DTypeBytes(tensor.dtype);
+  std::memcpy(tensor.ptr<char>() + to_row * row_bytes, tensor.ptr<char>() + from_row * row_bytes,
               row_bytes);
+}
+
+bool KvStore::Replaces(int64_t row) const {
+  if (view_.replace.empty()) return false;
+  const int32_t* slots = view_.replace.ptr<int32_t>() + row * num_lanes_;
+  return std::any_of(slots, slots + num_lanes_, [](int32_t slot) { return slot >= 0; });
+}
+
+void KvStore::ForgetReplace(int64_t row) const {
+  if (view_.replace.empty()) return;
+  std::fill_n(view_.replace.ptr<int32_t>() + row * num_lanes_, num_lanes_, -1);
 }
 
 // ---- looking

@@ -32,19 +32,22 @@ class KvStore {
   bool IsLive(SeqId seq) const;
 
   // Makes room for counts[i] more tokens in every lane of seqs[i] and counts them in lane_len and
-  // seq_len; append_kv then fills the slots. A shared open block is copied first. All sequences or
-  // none: throws OutOfBlocks if the pool lacks blocks, Error if a lane would outgrow its table.
+  // seq_len; append_kv then fills the slots. A lane with a `replace` slot does not grow by a single
+  // token, which overwrites that slot; more tokens at once are appended, and the slot is forgotten.
+  // A shared block that is written into is copied first. All sequences or none: throws OutOfBlocks
+  // if the pool lacks blocks, Error if a lane would outgrow its table.
   void Extend(const std::vector<SeqId>& seqs, const std::vector<int64_t>& counts,
               Stream stream = 0);
   // Blocks that Extend would take from the pool.
   int64_t BlocksToExtend(const std::vector<SeqId>& seqs, const std::vector<int64_t>& counts) const;
   // Forgets the newest `count` slots of every lane, undoing an Extend whose forward did not happen.
-  // REQUIRES: no eviction since that Extend.
+  // REQUIRES: no eviction since that Extend, which replaced no slot (Error).
   void Truncate(SeqId seq, int64_t count);
 
   // Makes `count` copies of `parent` that can be extended and evicted independently. copy = false
   // shares full blocks and copies the open one; copy = true copies all live blocks (for sequences
-  // that evict: compaction rewrites slots in place). The query ring is copied in both. Throws
+  // that evict: compaction rewrites slots in place). What belongs to the row (query ring, replace,
+  // lane_state) is copied in both. Throws
   // OutOfBlocks if blocks or rows do not suffice. Source: KV-Rescue, appendix C.
   std::vector<SeqId> Fork(SeqId parent, int64_t count, bool copy, Stream stream = 0);
   int64_t BlocksToFork(SeqId parent, int64_t count, bool copy) const;
@@ -58,6 +61,8 @@ class KvStore {
   int64_t Evict(const std::vector<SeqId>& seqs, const TensorView& drop,
                 const TensorView& drop_count, Stream stream = 0);
 
+  // The last Extend of the sequence overwrites a slot: it cannot be undone.
+  bool HasReplaced(SeqId seq) const { return last_replaced_[Row(seq)] != 0; }
   int64_t Row(SeqId seq) const;         // index into the view's tensors
   int64_t SeqLen(SeqId seq) const;      // tokens ever appended
   int64_t MaxLaneLen(SeqId seq) const;  // longest lane, slots
@@ -87,7 +92,9 @@ class KvStore {
   int64_t BlocksToUnshare(const std::vector<int32_t*>& entries) const;
   void Unshare(const std::vector<int32_t*>& entries, Stream stream);
   void CopyBlocks(std::vector<int32_t>& src, std::vector<int32_t>& dst, Stream stream) const;
-  void CopyQueryRing(int64_t from_row, int64_t to_row) const;
+  void CopyRow(const TensorView& tensor, int64_t from_row, int64_t to_row) const;
+  bool Replaces(int64_t row) const;  // a lane has a slot for its next single token to overwrite
+  void ForgetReplace(int64_t row) const;
   void ShrinkLane(int64_t row, int64_t lane, int64_t len);
   void FreeRow(int64_t row);
 
@@ -99,6 +106,7 @@ class KvStore {
   // Per row: some lane's open (partly filled) block may have other owners. Only shrinking a row
   // that shares full blocks brings this about, so Extend need not look at tables otherwise.
   std::vector<uint8_t> open_may_be_shared_;
+  std::vector<uint8_t> last_replaced_;  // per row: the last Extend overwrites a slot
   SeqId next_seq_ = 0;
   int64_t num_lanes_ = 0;  // lanes of one row
 };

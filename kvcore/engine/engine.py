@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
+from typing import Any
 
-from kvcore.cache import KVCache
+from kvcore.cache import CacheShape, KVCache
 from kvcore.config import DetectorConfig, EngineConfig, EvictionConfig
 from kvcore.engine.events import EngineStats, GenerateSpec, Output, StepEvent
 from kvcore.engine.executor import Executor
@@ -13,6 +14,7 @@ from kvcore.engine.generation import Generator
 from kvcore.engine.scheduler import Scheduler
 from kvcore.engine.sequence import Feed, Sequence
 from kvcore.models.loader import LoadedModel
+from kvcore.native import _C
 from kvcore.policies import Policy, make_policy
 
 
@@ -308,4 +310,24 @@ def _make_cache(
         rows=config.max_seqs,
         max_len=context_len,
         window=policy.window if policy is not None else 0,
+        **_steady(policy, shape),
     )
+
+
+def _steady(policy: Policy | None, shape: CacheShape) -> dict[str, Any]:
+    """What the cache keeps for the steady cadence.
+
+    Raises:
+        ValueError: budgets for another number of layers.
+    """
+    if policy is None:
+        return {}
+    config = policy.config
+    budgets = config.budgets(shape.layers)
+    if not config.is_steady:
+        return {}
+    if not policy.is_fused:
+        return {"replaces": True}
+    observe = _C.RkvSettings(config.protect, config.kernel, config.mix, config.threshold)
+    slots = max(budgets) + config.protect
+    return {"replaces": True, "observe": observe, "state_slots": slots}

@@ -16,7 +16,7 @@ from kvcore.engine.sampling import token_logprobs
 from kvcore.engine.scheduler import Plan
 from kvcore.engine.sequence import Sequence
 from kvcore.models.loader import LoadedModel
-from kvcore.policies import evict, make_policy
+from kvcore.policies import elect, evict, make_policy
 
 
 class Executor:
@@ -60,7 +60,11 @@ class Executor:
             logits = self._runner.forward(torch.tensor(tokens), batch, torch.tensor(rows))
         except BaseException:
             for seq, count in zip(plan.seqs, plan.counts, strict=True):
-                if seq.handle is not None:
+                if seq.handle is None:
+                    continue
+                if store.has_replaced(seq.handle):  # what was overwritten is fed again
+                    self.drop_cache(seq)
+                else:
                     store.truncate(seq.handle, count)
             raise
         self._stats.forward_seconds += time.perf_counter() - begin
@@ -97,12 +101,10 @@ class Executor:
     def _evict(self, candidates: list[Sequence]) -> list[StepEvent]:
         if self._policy is None:
             return []
-        store = self._cache.store
         due = []
         for seq in candidates:
             assert seq.handle is not None
-            kept = seq.prompt_len if self._eviction.protect_prompt else 0
-            if store.max_lane_len(seq.handle) >= self._eviction.trigger + kept:
+            if self._is_due(seq, seq.handle):
                 due.append(seq)
         if not due:
             return []
@@ -118,12 +120,20 @@ class Executor:
                     events.append(self.fail(seq, f"eviction failed: {error}"))
             return events
 
+    def _is_due(self, seq: Sequence, handle: int) -> bool:
+        store, config, shape = self._cache.store, self._eviction, self._cache.shape
+        if config.is_steady:  # some lane is full
+            return store.max_lane_len(handle) >= min(config.budgets(shape.layers)) + config.protect
+        kept = seq.prompt_len if config.protect_prompt else 0
+        return store.total_slots(handle) >= (config.trigger + kept) * shape.lanes
+
     def _evict_now(self, seqs: list[Sequence]) -> None:
         assert self._policy is not None
         handles = [s.handle for s in seqs if s.handle is not None]
         for seq, handle in zip(seqs, handles, strict=True):
             self._note_sequence(seq, handle)
-        dropped = evict(self._policy, self._cache, handles, [s.prompt_len for s in seqs])
+        step = elect if self._eviction.is_steady else evict
+        dropped = step(self._policy, self._cache, handles, [s.prompt_len for s in seqs])
         self._stats.evictions += len(seqs)
         self._stats.evicted_slots += dropped
 

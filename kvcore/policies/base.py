@@ -33,6 +33,11 @@ class Policy(ABC):
         require(self.window <= config.protect, "window", expected, config.window)
 
     @property
+    def is_fused(self) -> bool:
+        """In the steady cadence attention itself keeps its state and elects what goes."""
+        return False
+
+    @property
     def window(self) -> int:
         """Queries that the cache keeps for it."""
         return self.config.window if self.observes else 0
@@ -64,22 +69,75 @@ def evict(policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequ
             different positions; nothing has changed.
         OutOfBlocks: shared blocks could not be copied; nothing has changed.
     """
+    score, limit = score_and_limit(policy, cache, seqs, prompt_lens)
+    rows = cache.rows(seqs)
+    drop, drop_count = ops.select_slots(cache.store, rows, score, limit)
+    return cache.store.evict(seqs, drop, drop_count)
+
+
+def score_and_limit(
+    policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Scores as ``Policy.score``, +inf also for a protected prompt, and what each lane may hold:
+    i32 [seqs, layers, kv_heads]. Raises as ``evict``.
+    """
     config = policy.config
-    assert config.budget is not None
     score = policy.score(cache, seqs)
     if config.scope == "global":
         score = _mean_over_lanes(score, cache.positions(seqs))
-    keep = torch.full(score.shape[:3], config.budget + config.protect, dtype=torch.int32)
+    budgets = torch.tensor(config.budgets(cache.shape.layers), dtype=torch.int32)
+    limit = budgets[:, None].expand(score.shape[:3])
     if config.protect_prompt:
-        position = cache.positions(seqs)
-        ends = torch.tensor(list(prompt_lens), dtype=torch.int32).view(-1, 1, 1, 1)
-        prompt = (position >= 0) & (position < ends)
-        width = position.shape[-1]
-        score[..., :width].masked_fill_(prompt, torch.inf)
-        keep += prompt.sum(-1, dtype=torch.int32)
-    rows = cache.rows(seqs)
-    drop, drop_count = ops.select_slots(cache.store, rows, score, keep)
-    return cache.store.evict(seqs, drop, drop_count)
+        prompt = prompt_slots(cache, seqs, prompt_lens)
+        score[..., : prompt.shape[-1]].masked_fill_(prompt, torch.inf)
+        limit = limit + prompt.sum(-1, dtype=torch.int32)
+    if config.head_budgets == "adaptive":
+        limit = share_by_score(score, limit)
+    return score, (limit + config.protect).contiguous()
+
+
+def prompt_slots(cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]) -> Tensor:
+    """bool [seqs, layers, kv_heads, slots]: slots that hold a token of the prompt."""
+    position = cache.positions(seqs)
+    ends = torch.tensor(list(prompt_lens), dtype=torch.int32).view(-1, 1, 1, 1)
+    return (position >= 0) & (position < ends)
+
+
+_FLOOR = 0.2  # of its even share, that every head keeps: AdaKV's safeguard
+
+
+def share_by_score(score: Tensor, limit: Tensor) -> Tensor:
+    """Shares each layer's budget among its heads by how many of the layer's best scores they have.
+
+    Args:
+        score: [seqs, layers, kv_heads, slots]; only finite ones compete.
+        limit: i32 [seqs, layers, kv_heads], even shares.
+    Returns:
+        i32 like ``limit``, with the same sum in every layer.
+    Source: AdaKV (arXiv 2407.11550), algorithm 1, with a floor under every head.
+    """
+    shared = limit.clone()
+    slots = score.shape[-1]
+    for seq in range(score.shape[0]):
+        for layer in range(score.shape[1]):
+            even = limit[seq, layer]
+            scored = score[seq, layer].isfinite().sum(-1)
+            floor = torch.minimum((even * _FLOOR).int(), scored.int())
+            spare = int((even - floor).sum())
+            flat = score[seq, layer].masked_fill(~score[seq, layer].isfinite(), -torch.inf).clone()
+            # What the floor keeps of a head does not compete for the rest.
+            kept = flat.argsort(dim=-1, descending=True, stable=True)
+            for head, count in enumerate(floor.tolist()):
+                flat[head, kept[head, :count]] = -torch.inf
+            best = flat.flatten().argsort(dim=0, descending=True, stable=True)[:spare]
+            best = best[flat.flatten()[best] > -torch.inf]
+            won = torch.bincount(best // slots, minlength=len(even)).int()
+            shared[seq, layer] = floor + won
+            # Short lanes: what nobody can use goes back to where it came from.
+            left = int(even.sum() - shared[seq, layer].sum())
+            if left > 0:
+                shared[seq, layer, 0] += left
+    return shared
 
 
 def _mean_over_lanes(score: Tensor, position: Tensor) -> Tensor:

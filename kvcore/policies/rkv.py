@@ -17,6 +17,13 @@ class RKV(Policy):
     name = "rkv"
     observes = True
 
+    @property
+    def is_fused(self) -> bool:
+        """The exact form and nothing besides it; other settings score anew for every token."""
+        config = self.config
+        plain = config.scope == "lane" and not config.protect_prompt and not config.pool_first
+        return config.is_steady and plain and config.threshold >= 0
+
     def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
         return ops.score_rkv(
             cache.store,

@@ -7,154 +7,14 @@
 //
 // The arithmetic of a row never depends on the rows that share its tile or on how many there are:
 // a token's result is the same bits alone, in a batch and in a chunk of a prompt.
-#include "cpu/attend_kernels.h"
-#include "cpu/kernels/vec.h"
+#include "cpu/kernels/observers.h"
 
 namespace kvcore {
 namespace KV_ISA_NAMESPACE {
 namespace {
 
-constexpr int kBlock = 16;  // slots of a block
-constexpr int kChunk = 128;
 constexpr int kChunkBlocks = kChunk / kBlock;
-constexpr int kScoreStride = kChunk + 16;  // not a power of two: rows fall into different sets
 constexpr int kRowBlock = 8;
-constexpr int kUnitsPerBlock = kBlock / kWidth;  // a unit is kWidth slots of one block
-
-// Asks for kElements elements that will be needed soon. A cache that has just been evicted from, or
-// the layers of a whole model in turn, come from memory: the hardware follows one block, the next
-// one lies anywhere.
-template <int kElements, typename T>
-KV_INLINE void Prefetch(const T* p) {
-  constexpr int kLine = 64 / static_cast<int>(sizeof(T));
-#pragma GCC unroll 4
-  for (int i = 0; i < kElements; i += kLine) __builtin_prefetch(p + i, 0, 2);
-}
-
-constexpr int kQueryStride = kAttendQueryStride;
-
-// Query rows as the dot product wants them, kQueryStride floats apart: as floats, or with bf16
-// multiply-add instructions as they are, a float holding a pair of dims.
-template <typename T>
-struct KeyDot {
-  static KV_INLINE void PackQuery(const T* row, int64_t head_dim, float* q) {
-    for (int64_t d = 0; d < head_dim; d += 8) {
-      VecF<4> a, b;
-      LoadSpan<4>(row + d, a, b);
-      if constexpr (kSame<T, Bf16>) {
-        const VecF<4> even = a, odd = b;
-        a = __builtin_shufflevector(even, odd, 0, 4, 1, 5);
-        b = __builtin_shufflevector(even, odd, 2, 6, 3, 7);
-      }
-      Store(q + d, a);
-      Store(q + d + 4, b);
-    }
-  }
-  // s[r][u * kWidth + lane] = q_r . k of the slots of NV units.
-  template <int R, int NV>
-  static KV_INLINE void Run(const float* q, const T* const* unit, const T* const* ahead,
-                            int64_t head_dim, float* s) {
-    using F = VecF<kWidth>;
-    F acc[R][NV] = {};
-    const T* k[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) k[v] = unit[v];
-    for (int64_t pair = 0; pair < head_dim / 2; ++pair) {
-      F even[NV], odd[NV];
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) {
-        LoadKeys<kWidth>(k[v], even[v], odd[v]);
-        k[v] += 2 * kBlock;
-        Prefetch<2 * kWidth>(ahead[v] + 2 * kWidth * pair);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) acc[r][v] += even[v] * q[r * kQueryStride];
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) acc[r][v] += odd[v] * q[r * kQueryStride + 1];
-      }
-      q += 2;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v)
-        Store(s + r * kScoreStride + v * kWidth, SlotOrder<kWidth, T>(acc[r][v]));
-    }
-  }
-};
-
-#if defined(__AVX512BF16__)
-template <>
-struct KeyDot<Bf16> {
-  static KV_INLINE void PackQuery(const Bf16* row, int64_t head_dim, float* q) {
-    __builtin_memcpy(q, row, static_cast<unsigned long>(2 * head_dim));
-  }
-  template <int R, int NV>
-  static KV_INLINE void Run(const float* q, const Bf16* const* unit, const Bf16* const* ahead,
-                            int64_t head_dim, float* s) {
-    __m512 acc[R][NV];
-    const Bf16* k[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) {
-      k[v] = unit[v];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) acc[r][v] = _mm512_setzero_ps();
-    }
-    for (int64_t pair = 0; pair < head_dim / 2; ++pair) {
-      __m512bh x[NV];
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) {
-        x[v] = Load<__m512bh>(k[v]);
-        k[v] += 2 * kBlock;
-        Prefetch<2 * kBlock>(ahead[v] + 2 * kBlock * pair);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const __m512bh qr = (__m512bh)_mm512_set1_ps(q[r * kQueryStride]);
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], x[v], qr);
-      }
-      ++q;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) Store(s + r * kScoreStride + v * kWidth, acc[r][v]);
-    }
-  }
-};
-#endif
-
-// Units at a time: enough independent sums to hide the latency of a multiply-add, few enough to
-// stay in registers.
-constexpr int UnitsAtOnce(int rows) {
-  return kWidth == 16 ? (rows >= 5 ? 2 : rows >= 2 ? 4 : 8) : rows >= 4 ? 1 : rows >= 2 ? 2 : 4;
-}
-
-// Scores of the chunk's first num_slots slots; `value` is fetched for later on the way.
-template <int R, typename T>
-KV_INLINE void ScoreChunk(const float* q, const T* const* key, const T* const* value,
-                          int64_t num_slots, int64_t head_dim, float* s) {
-  constexpr int kUnits = UnitsAtOnce(R);
-  const int64_t units = (num_slots + kWidth - 1) / kWidth;
-  const T* unit[kChunk / kWidth];
-  const T* ahead[kChunk / kWidth];
-  for (int64_t u = 0; u < units; ++u) {
-    const int64_t in_block = u % kUnitsPerBlock;
-    unit[u] = key[u / kUnitsPerBlock] + in_block * 2 * kWidth;
-    ahead[u] = value[u / kUnitsPerBlock] + in_block * kWidth * head_dim;
-  }
-  int64_t u = 0;
-  for (; u + kUnits <= units; u += kUnits)
-    KeyDot<T>::template Run<R, kUnits>(q, unit + u, ahead + u, head_dim, s + u * kWidth);
-  for (; u < units; ++u)
-    KeyDot<T>::template Run<R, 1>(q, unit + u, ahead + u, head_dim, s + u * kWidth);
-}
 
 // Turns the scores of slots [0, n) of one row into weights exp(scale * s - max), keeps the running
 // maximum and sum, and returns the factor that rescales what was accumulated before.
@@ -249,15 +109,26 @@ KV_INLINE void AddAllDims(const float* w, const T* const* value, const T* const*
       AddValues<R, 1, 4>(w, value, ahead, begin, end, d, head_dim, rescale, out, out_stride);
 }
 
+// Keeps the scores of R rows for an observer.
+template <int R>
+KV_INLINE void Keep(const float* s, int64_t num_slots, float* kept, int64_t stride) {
+  for (int r = 0; r < R; ++r)
+    for (int64_t j = 0; j < num_slots; j += kWidth)
+      Store(kept + r * stride + j, Load<VecF<kWidth>>(s + r * kScoreStride + j));
+}
+
 // One row block against one chunk: scores, softmax, values. Row r sees `seen[r]` slots of the
-// chunk, seen ascends. State (max, sum, out) is updated. `ahead` = keys wanted next.
+// chunk, seen ascends. State (max, sum, out) is updated. `ahead` = keys wanted next; `kept`, if not
+// null, gets the scores.
 template <int R, typename T>
 __attribute__((noinline)) void RowBlockChunk(const float* q, const T* const* key,
                                              const T* const* value, const T* const* ahead,
                                              const int64_t* seen, int64_t head_dim, float scale,
                                              float* s, float* max, float* sum, float* rescale,
-                                             float* out, int64_t out_stride) {
+                                             float* out, int64_t out_stride, float* kept,
+                                             int64_t kept_stride) {
   ScoreChunk<R>(q, key, value, seen[R - 1], head_dim, s);
+  if (kept != nullptr) Keep<R>(s, seen[R - 1], kept, kept_stride);
   for (int r = 0; r < R; ++r)
     rescale[r] =
         seen[r] > 0 ? SoftmaxRow(s + r * kScoreStride, seen[r], scale, max[r], sum[r]) : 1.0f;
@@ -279,15 +150,16 @@ __attribute__((noinline)) void RowBlockChunk(const float* q, const T* const* key
 template <typename T>
 using RowBlockFn = void (*)(const float*, const T* const*, const T* const*, const T* const*,
                             const int64_t*, int64_t, float, float*, float*, float*, float*, float*,
-                            int64_t);
+                            int64_t, float*, int64_t);
 
 template <int W, typename T>
 KV_INLINE void StoreScaled(const float* x, float factor, T* out) {
   StoreSpan<W>(out, Load<VecF<W>>(x) * factor, Load<VecF<W>>(x + W) * factor);
 }
 
-template <typename T>
+template <typename T, typename Observer>
 void Attend(const AttendTile& t) {
+  constexpr int kExtra = Observer::kExtraRows;
   static constexpr RowBlockFn<T> kRowBlockChunk[kRowBlock] = {
       RowBlockChunk<1, T>, RowBlockChunk<2, T>, RowBlockChunk<3, T>, RowBlockChunk<4, T>,
       RowBlockChunk<5, T>, RowBlockChunk<6, T>, RowBlockChunk<7, T>, RowBlockChunk<8, T>};
@@ -314,6 +186,8 @@ void Attend(const AttendTile& t) {
     sum[r] = 0.0f;
   }
   for (int64_t i = 0; i < rows * out_stride; ++i) out[i] = 0.0f;
+  float* const extra = q + rows * kQueryStride;
+  Observer::template PackExtra<T>(t, extra);
 
   const int64_t longest = t.limit + (t.first_row + rows - 1) / t.group;
   for (int64_t start = 0; start < longest; start += kChunk) {
@@ -341,9 +215,14 @@ void Attend(const AttendTile& t) {
         seen[r] = n < 0 ? 0 : n < slots ? n : slots;
       }
       if (seen[size - 1] == 0) continue;
-      kRowBlockChunk[size - 1](q + begin * kQueryStride, key, value, ahead, seen, head_dim, t.scale,
-                               s, max + begin, sum + begin, rescale, out + begin * out_stride,
-                               out_stride);
+      kRowBlockChunk[size - 1](
+          q + begin * kQueryStride, key, value, ahead, seen, head_dim, t.scale, s, max + begin,
+          sum + begin, rescale, out + begin * out_stride, out_stride,
+          kExtra > 0 ? t.kept + begin * t.kept_stride + start : nullptr, t.kept_stride);
+    }
+    if constexpr (kExtra > 0) {
+      ScoreChunk<kExtra>(extra, key, key, slots, head_dim, s);
+      Keep<kExtra>(s, slots, t.kept + rows * t.kept_stride + start, t.kept_stride);
     }
   }
 
@@ -366,7 +245,12 @@ void Attend(const AttendTile& t) {
       t.lse[token * t.lse_token + head * t.lse_head] =
           sum[r] == 0.0f ? -__builtin_inff() : max[r] + __builtin_logf(sum[r]);
   }
+  Observer::template Finish<T>(t);
 }
+
+template <typename Observer>
+constexpr AttendKernelsOfTypes kOfTypes = {Attend<float, Observer>, Attend<Bf16, Observer>,
+                                           Attend<F16, Observer>};
 
 void Exp(const float* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; i += kWidth)
@@ -375,7 +259,7 @@ void Exp(const float* x, float* y, int64_t n) {
 
 }  // namespace
 
-extern const AttendKernels kAttendKernels = {Attend<float>, Attend<Bf16>, Attend<F16>, Exp};
+extern const AttendKernels kAttendKernels = {kOfTypes<NoObserver>, kOfTypes<RkvObserver>, Exp};
 
 }  // namespace KV_ISA_NAMESPACE
 }  // namespace kvcore

@@ -1,0 +1,70 @@
+// One lane of the fused R-KV pass as the kernels see it.
+#pragma once
+
+#include <stdint.h>
+
+#include "cpu/isa.h"
+#include "ops/rkv_state.h"
+
+namespace kvcore {
+
+// Outcomes of an election besides a slot.
+inline constexpr int32_t kNotElected = -1;  // the state has to be built anew
+inline constexpr int32_t kNotFinite = -2;   // keys or queries are not finite
+
+struct RkvLane {
+  const void* key_blocks;  // T, layout of kv_layout.h
+  const int32_t* table;
+  int64_t head_dim;
+  int64_t len;  // > protect
+  int64_t window, protect, kernel;
+  float mix, threshold;
+  int64_t num_queries;  // rows of `weight` in use: min(window, seq_len)
+  int64_t capacity;
+  int32_t* elected_rank;
+  double *column_sum, *pointed_sum;
+  float *inverse_norm, *pointer_value, *weight;
+  int32_t *pointer, *position, *order;
+  int32_t* alone;
+  uint8_t* similar;
+  float* scratch;  // RkvScratchFloats, aligned to 64
+};
+
+// Similarities, importance, redundancy, pooled importance, all padded; a list of touched slots;
+// query rows and their products.
+constexpr int64_t RkvScratchFloats(int64_t capacity) { return 6 * (capacity + 64) + 2 * 272; }
+
+// Points `lane` into a lane's state.
+inline void BindState(char* state, const RkvStateLayout& at, RkvLane* lane) {
+  lane->capacity = at.capacity;
+  lane->elected_rank = reinterpret_cast<int32_t*>(state + at.elected_rank);
+  lane->column_sum = reinterpret_cast<double*>(state + at.column_sum);
+  lane->pointed_sum = reinterpret_cast<double*>(state + at.pointed_sum);
+  lane->inverse_norm = reinterpret_cast<float*>(state + at.inverse_norm);
+  lane->pointer = reinterpret_cast<int32_t*>(state + at.pointer);
+  lane->pointer_value = reinterpret_cast<float*>(state + at.pointer_value);
+  lane->position = reinterpret_cast<int32_t*>(state + at.position);
+  lane->weight = reinterpret_cast<float*>(state + at.weight);
+  lane->order = reinterpret_cast<int32_t*>(state + at.order);
+  lane->alone = reinterpret_cast<int32_t*>(state + at.alone);
+  lane->similar = reinterpret_cast<uint8_t*>(state + at.similar);
+}
+
+// A lane whose state is built from its keys and its row's query ring.
+struct RkvBuild {
+  RkvLane lane;                // `order` filled in
+  const void* const* queries;  // [num_queries][group] rows of head_dim, by ring cell
+  int64_t group;
+  float scale;  // of the attention
+  float* dots;  // [8][capacity + 16]
+};
+
+struct RkvKernels {
+  // Fills the whole state and returns the elected slot or kNotFinite; by storage type.
+  int32_t (*build_f32)(const RkvBuild& build);
+  int32_t (*build_bf16)(const RkvBuild& build);
+  int32_t (*build_f16)(const RkvBuild& build);
+};
+KV_DECLARE_ISA_TABLE(RkvKernels, kRkvKernels)
+
+}  // namespace kvcore

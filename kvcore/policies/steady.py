@@ -1,0 +1,77 @@
+"""The steady cadence: one entry out, one in, per token and lane, and nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvcore import ops
+from kvcore.cache import KVCache
+from kvcore.policies.base import Policy, evict, prompt_slots, score_and_limit
+
+
+def elect(policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]) -> int:
+    """After a forward: what a chunk brought too much goes, and every full lane gets the slot that
+    its next token overwrites, the one with the lowest score.
+
+    Args:
+        seqs: store handles.
+        prompt_lens: as in ``evict``.
+    Returns:
+        Slots dropped, summed over lanes.
+    Raises:
+        ValueError: keys or queries are not finite; names row, layer and kv head.
+        OutOfBlocks: as ``evict``.
+    """
+    rows = cache.rows(seqs).long()
+    length = cache.lane_len[rows]
+    limit = _limits(policy, cache, seqs, prompt_lens)
+    over = (length > limit).flatten(1).any(1)
+    dropped = 0
+    if bool(over.any()):
+        chosen = [i for i, is_over in enumerate(over.tolist()) if is_over]
+        dropped = evict(policy, cache, [seqs[i] for i in chosen], [prompt_lens[i] for i in chosen])
+        length = cache.lane_len[rows]
+    full = length >= limit
+    assert cache.replace is not None
+    if policy.is_fused:
+        _build_missing(policy, cache, rows, full)
+        return dropped
+    chosen = [i for i, is_full in enumerate(full.flatten(1).any(1).tolist()) if is_full]
+    if chosen:
+        due = [seqs[i] for i in chosen]
+        score, keep = score_and_limit(policy, cache, due, [prompt_lens[i] for i in chosen])
+        lowest, found = ops.select_slots(cache.store, cache.rows(due), score, keep - 1)
+        slots = torch.where(found > 0, lowest[..., 0], -1)
+        cache.replace[rows[chosen]] = slots.to(torch.int32)
+    return dropped
+
+
+def _limits(
+    policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]
+) -> torch.Tensor:
+    """i32 [seqs, layers, kv_heads]: what each lane may hold."""
+    config = policy.config
+    budgets = torch.tensor(config.budgets(cache.shape.layers), dtype=torch.int32)
+    limit = (budgets + config.protect)[:, None].expand(len(seqs), -1, cache.shape.kv_heads)
+    if config.protect_prompt:
+        limit = limit + prompt_slots(cache, seqs, prompt_lens).sum(-1, dtype=torch.int32)
+    return limit
+
+
+def _build_missing(policy: Policy, cache: KVCache, rows: torch.Tensor, full: torch.Tensor) -> None:
+    """States of full lanes that attention has not kept: after a chunk, or never yet."""
+    assert cache.replace is not None and cache.observe is not None
+    missing = (full & (cache.replace[rows] == -1)).flatten(1).any(1)
+    if bool(missing.any()):
+        budgets = torch.tensor(policy.config.budgets(cache.shape.layers), dtype=torch.int32)
+        limit = (budgets + policy.config.protect)[:, None].expand(-1, cache.shape.kv_heads)
+        ops.build_rkv_state(cache.store, rows[missing].int(), limit, cache.observe, cache.scale)
+    bad = (cache.replace[rows] == -2).nonzero()
+    if len(bad):
+        i, layer, head = bad[0].tolist()
+        raise ValueError(
+            f"steady: expected finite keys and queries, got NaN or infinity in row "
+            f"{int(rows[i])}, layer {layer}, kv head {head}"
+        )
