@@ -144,6 +144,14 @@ def solve(
             help=f"Eviction fires at budget + headroom entries (default {_EVICTION.headroom})."
         ),
     ] = None,
+    cadence: Annotated[
+        str | None,
+        typer.Option(
+            metavar="sawtooth|steady",
+            help="Evict many entries when a cache has grown, or one for every token "
+            f"(default {_EVICTION.cadence}).",
+        ),
+    ] = None,
     window: Annotated[
         int | None,
         typer.Option(help=f"rkv, snapkv: recent queries that vote (default {_EVICTION.window})."),
@@ -257,6 +265,7 @@ def solve(
                 protect=protect,
                 headroom=headroom,
                 window=window,
+                cadence=cadence,
                 mix=mix,
                 protect_prompt=protect_prompt or None,
                 seed=seed,

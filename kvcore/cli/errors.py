@@ -42,6 +42,7 @@ FLAGS: Mapping[str, str] = {
     "max_steps": "--max-steps",
     "max_tokens": "--max-tokens",
     "context_len": "--max-tokens",
+    "cadence": "--cadence",
     "entropy_threshold": "--entropy-threshold",
     "entropy_window": "--entropy-window",
     "entropy_guard": "--entropy-guard",

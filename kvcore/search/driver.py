@@ -58,7 +58,8 @@ def eviction_notice(eviction: EvictionConfig, fired: int) -> str | None:
     """A line when eviction was asked for and fired 0 times, else None: it must not stay silent."""
     if not eviction.evicts or fired:
         return None
-    limit = f"{eviction.trigger} entries (budget + headroom)"
+    growth = "protect" if eviction.is_steady else "headroom"
+    limit = f"{eviction.trigger} entries (budget + {growth})"
     return (
         f"eviction was asked for ({eviction.policy}, budget {eviction.budget}) and never fired: "
         f"no cache reached {limit}{' besides the prompt' if eviction.protect_prompt else ''}"
