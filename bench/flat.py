@@ -23,6 +23,7 @@ from kvcore.config import EngineConfig, EvictionConfig, SamplingParams
 from kvcore.engine import Engine, GenerateSpec
 from kvcore.models import LoadedModel, load_model
 from kvcore.models.loader import bind_model
+from kvcore.native import _C
 
 PROTECT = 128
 WINDOW = 512  # tokens that a speed is averaged over
@@ -85,6 +86,7 @@ def main() -> None:
     if args.tokens < 3 * WINDOW or args.budget < 1 or args.threads < 1:
         parser.error(f"--tokens: expected >= {3 * WINDOW}, --budget and --threads: expected >= 1")
     torch.set_num_threads(args.threads)
+    _C.set_num_threads(args.threads)
     model = load_model(args.model) if args.model else random_model(args.tokens + 64)
     runs = {
         "steady": EvictionConfig("rkv", budget=args.budget, protect=PROTECT, cadence="steady"),

@@ -36,7 +36,7 @@ def elect(policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequ
     full = length >= limit
     assert cache.replace is not None
     if policy.is_fused:
-        _build_missing(policy, cache, rows, full)
+        _build_missing(cache, rows, full, limit[0])
         return dropped
     chosen = [i for i, is_full in enumerate(full.flatten(1).any(1).tolist()) if is_full]
     if chosen:
@@ -60,13 +60,16 @@ def _limits(
     return limit
 
 
-def _build_missing(policy: Policy, cache: KVCache, rows: torch.Tensor, full: torch.Tensor) -> None:
-    """States of full lanes that attention has not kept: after a chunk, or never yet."""
+def _build_missing(
+    cache: KVCache, rows: torch.Tensor, full: torch.Tensor, limit: torch.Tensor
+) -> None:
+    """States of full lanes that attention has not kept: after a chunk, or never yet.
+
+    limit: i32 [layers, kv_heads], the same for all sequences of a fused policy.
+    """
     assert cache.replace is not None and cache.observe is not None
     missing = (full & (cache.replace[rows] == -1)).flatten(1).any(1)
     if bool(missing.any()):
-        budgets = torch.tensor(policy.config.budgets(cache.shape.layers), dtype=torch.int32)
-        limit = (budgets + policy.config.protect)[:, None].expand(-1, cache.shape.kv_heads)
         ops.build_rkv_state(cache.store, rows[missing].int(), limit, cache.observe, cache.scale)
     bad = (cache.replace[rows] == -2).nonzero()
     if len(bad):

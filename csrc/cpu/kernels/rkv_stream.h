@@ -21,7 +21,7 @@ KV_INLINE bool IsSimilar(const RkvLane& a, int64_t r, int64_t j) {
   return a.similar[newer * (a.capacity / 8) + older / 8] >> (older % 8) & 1;
 }
 
-// to[0, 16) = the units of a dims row, packed for KeyDot; the key lies in `slot`.
+// row = the key in `slot`, dims in order.
 template <typename T>
 KV_INLINE void UnpackKey(const RkvLane& a, int64_t slot, T* row) {
   const T* key = static_cast<const T*>(a.key_blocks) +

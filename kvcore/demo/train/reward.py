@@ -199,6 +199,7 @@ def save_reward_model(model: TokenHeadModel, folder: Path) -> None:
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     config: dict[str, Any] = model.config.to_dict()  # type: ignore[union-attr, operator]
     config.update(architectures=[PRM_ARCHITECTURE], dtype="bfloat16", num_labels=2)
+    config.pop("_name_or_path", None)  # where the base model happened to lie
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     make_tokenizer().save_pretrained(folder)
 
