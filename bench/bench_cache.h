@@ -75,6 +75,10 @@ class CallTimer {
     state_.SetIterationTime(took);
     seconds_.push_back(took);
   }
+  double Median() {
+    std::sort(seconds_.begin(), seconds_.end());
+    return seconds_[seconds_.size() / 2];
+  }
   void Report(double bytes) {
     std::sort(seconds_.begin(), seconds_.end());
     const auto at = [&](double q) {

@@ -46,7 +46,7 @@ Call MakeCall(const LaneFixture& cache, const std::vector<int32_t>& rows,
 
 void RunAttend(const LaneFixture& cache, Call& call) {
   const OwnedTensor rows = OwnedTensor::I32(call.rows), cu = OwnedTensor::I32(call.cu_tokens);
-  const int64_t bytes = AttendScratchBytes(cache.view(), cache.shape().q_heads, NumThreads());
+  const int64_t bytes = AttendScratchBytes(cache.view(), NumThreads());
   OwnedTensor scratch(DType::kU8, {bytes});
   scratch.Fill(255);  // NaN: nothing may be read before it was written
   AttendParams p;
@@ -316,7 +316,7 @@ TEST(AttendEdges, LseIsOptional) {
   OwnedTensor out = with.out;
   RunAttend(cache, with);
   const OwnedTensor rows = OwnedTensor::I32({0}), cu = OwnedTensor::I32({0, 4});
-  OwnedTensor scratch(DType::kU8, {AttendScratchBytes(cache.view(), 3, NumThreads())});
+  OwnedTensor scratch(DType::kU8, {AttendScratchBytes(cache.view(), NumThreads())});
   AttendParams p;
   p.query = with.query.view();
   p.out = out.view();
@@ -336,7 +336,7 @@ TEST(AttendErrors, NameTheArgumentAndChangeNothing) {
     LaneFixture c = cache;
     Call call = good;
     OwnedTensor rows = OwnedTensor::I32({0, 1}), cu = OwnedTensor::I32({0, 2, 3});
-    OwnedTensor scratch(DType::kU8, {AttendScratchBytes(c.view(), 3, NumThreads())});
+    OwnedTensor scratch(DType::kU8, {AttendScratchBytes(c.view(), NumThreads())});
     AttendParams p;
     p.query = call.query.view();
     p.out = call.out.view();

@@ -115,7 +115,7 @@ def build_rkv_state_scratch_bytes(store: KvStore) -> int:
 def rkv_state_bytes(slots: int, window: int, head_dim: int) -> int:
     """Of one lane."""
 
-def attend_scratch_bytes(store: KvStore, q_heads: int) -> int:
+def attend_scratch_bytes(store: KvStore) -> int:
     """For the current number of threads."""
 
 def score_rkv(

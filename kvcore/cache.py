@@ -98,7 +98,7 @@ class KVCache:
             self.lane_state,
             state_slots,
         )
-        self._attend_scratch = ops.attend_scratch(self.store, shape.q_heads)
+        self._attend_scratch = ops.attend_scratch(self.store)
 
     def extend(self, seqs: Sequence[int], counts: Sequence[int]) -> ops.RaggedBatch:
         """Make room for ``counts[i]`` new tokens of ``seqs[i]`` and say where they go.

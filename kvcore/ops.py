@@ -75,9 +75,9 @@ def build_rkv_state(
     _C.build_rkv_state(store, rows, full.contiguous(), scratch, scale, observe)
 
 
-def attend_scratch(store: _C.KvStore, q_heads: int) -> Tensor:
+def attend_scratch(store: _C.KvStore) -> Tensor:
     """u8 scratch that ``attend`` needs; may be used for every layer and step."""
-    return torch.empty(_C.attend_scratch_bytes(store, q_heads), dtype=torch.uint8)
+    return torch.empty(_C.attend_scratch_bytes(store), dtype=torch.uint8)
 
 
 def score_rkv(

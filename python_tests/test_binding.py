@@ -327,7 +327,7 @@ def test_append_and_attend_equal_torch(way: bool, dtype: torch.dtype) -> None:
     store = lanes.store
     _C.append_kv(store, 0, key, value, query, rows, cu_tokens, stream=0)
     out, lse = torch.full_like(query, torch.nan), torch.full((tokens, 4), torch.nan)
-    scratch = torch.empty(_C.attend_scratch_bytes(store, q_heads=4), dtype=torch.uint8)
+    scratch = torch.empty(_C.attend_scratch_bytes(store), dtype=torch.uint8)
     _C.attend(store, 0, query, out, lse, scratch, rows, cu_tokens, scale=scale)
 
     q, k, v = query.double(), key.double(), value.double()

@@ -47,7 +47,7 @@ def attended(lanes: Lanes, query: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     """(output, log of the softmax denominator) of the newest tokens."""
     out = torch.full_like(query, torch.nan)
     lse = torch.full(query.shape[:2], torch.nan)
-    scratch = torch.empty(_C.attend_scratch_bytes(lanes.store, query.shape[1]), dtype=torch.uint8)
+    scratch = torch.empty(_C.attend_scratch_bytes(lanes.store), dtype=torch.uint8)
     ends = torch.tensor([0, len(query)], dtype=torch.int32)
     _C.attend(lanes.store, 0, query, out, lse, scratch, lanes.rows(), ends, 0.25)
     return out, lse

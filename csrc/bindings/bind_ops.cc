@@ -177,10 +177,8 @@ void BindOps(py::module_& m) {
       py::arg("slots"), py::arg("window"), py::arg("head_dim"));
   m.def(
       "attend_scratch_bytes",
-      [](const BoundStore& s, int64_t q_heads) {
-        return AttendScratchBytes(s.store.view(), q_heads, NumThreads());
-      },
-      py::arg("store"), py::arg("q_heads"));
+      [](const BoundStore& s) { return AttendScratchBytes(s.store.view(), NumThreads()); },
+      py::arg("store"));
   m.def("score_rkv", &ScoreRkv, py::arg("store"), py::arg("rows"), py::arg("score"),
         py::arg("scratch"), py::arg("protect"), py::arg("kernel"), py::arg("mix"),
         py::arg("threshold"), py::arg("pool_first") = false, py::arg("stream") = 0, NoGil());

@@ -22,16 +22,15 @@ int64_t TileBytes(int64_t head_dim) {
   return (bytes + kAlign - 1) / kAlign * kAlign;
 }
 
-// What a thread needs for one lane of the fused R-KV pass: products of all rows, and the state's
-// own scratch.
+// What a thread needs for one lane of the fused R-KV pass: products, and the state's own scratch.
 struct ObservedScratch {
   int64_t stride = 0, kept_bytes = 0, bytes = 0;
 
-  ObservedScratch(const KvCacheView& view, int64_t q_heads) {
+  explicit ObservedScratch(const KvCacheView& view) {
     if (view.lane_state.empty() || view.num_kv_heads() == 0) return;
     const int64_t capacity = view.StateLayout().capacity;
     stride = capacity + 16;
-    kept_bytes = 4 * stride * (q_heads / view.num_kv_heads() + kRkvExtraRows);
+    kept_bytes = 4 * stride * kRkvKeptRows;
     bytes = (kept_bytes + 4 * RkvScratchFloats(capacity) + kAlign - 1) / kAlign * kAlign;
   }
 };
@@ -81,9 +80,8 @@ Plan MakePlan(const KvCacheView& view, const AttendParams& p, int64_t group) {
 void CheckObserved(const KvCacheView& view, const AttendParams& p, int64_t group) {
   KV_CHECK(!view.lane_state.empty()) << "observe_rkv: the cache keeps no lane_state";
   CheckRkvSettings(view, p.rkv);
-  KV_CHECK(group + kRkvExtraRows <= kAttendTileRows)
-      << "observe_rkv: expected at most " << kAttendTileRows - kRkvExtraRows
-      << " query heads per kv head, got " << group;
+  KV_CHECK(group <= kAttendTileRows) << "observe_rkv: expected at most " << kAttendTileRows
+                                     << " query heads per kv head, got " << group;
   const int32_t* rows = p.batch.rows.ptr<int32_t>();
   const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
   for (int64_t s = 0; s < p.batch.rows.shape[0]; ++s)
@@ -101,8 +99,8 @@ void CheckObserved(const KvCacheView& view, const AttendParams& p, int64_t group
 
 }  // namespace
 
-int64_t AttendScratchBytes(const KvCacheView& view, int64_t q_heads, int threads) {
-  return threads * (TileBytes(view.head_dim) + ObservedScratch(view, q_heads).bytes) + kAlign;
+int64_t AttendScratchBytes(const KvCacheView& view, int threads) {
+  return threads * (TileBytes(view.head_dim) + ObservedScratch(view).bytes) + kAlign;
 }
 
 void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
@@ -128,7 +126,7 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
   if (tokens == 0 || q_heads == 0) return;
   const int threads = NumThreads();
   MatchTensor({"_"}).DType(DType::kU8).Contiguous().Check(p.scratch, "scratch", &dims);
-  const int64_t scratch_bytes = AttendScratchBytes(view, q_heads, threads);
+  const int64_t scratch_bytes = AttendScratchBytes(view, threads);
   KV_CHECK(p.scratch.shape[0] >= scratch_bytes)
       << "scratch: expected at least " << scratch_bytes << " bytes for " << threads
       << " threads, got " << p.scratch.shape[0];
@@ -141,7 +139,7 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
     return view.dtype() == DType::kF32 ? k.f32 : view.dtype() == DType::kBF16 ? k.bf16 : k.f16;
   };
   const auto run = of_type(kernels.plain), run_observed = of_type(kernels.rkv);
-  const ObservedScratch observed(view, q_heads);
+  const ObservedScratch observed(view);
   const RkvStateLayout state = view.StateLayout();
   const int64_t thread_bytes = TileBytes(view.head_dim) + observed.bytes;
   const auto unaligned = reinterpret_cast<uintptr_t>(p.scratch.data);

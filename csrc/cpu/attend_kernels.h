@@ -11,6 +11,8 @@ namespace kvcore {
 // Query rows of one tile: row r is query head r % group of token r / group, in the order in which
 // the sequence brings them.
 inline constexpr int kAttendTileRows = 64;
+// Rows that an observer may bring besides.
+inline constexpr int kAttendExtraRows = 2;
 // Floats between the query rows in scratch: fixed, so that one pointer and constant offsets reach
 // all of them, and no multiple of a page, so that they share the cache's sets evenly.
 inline constexpr int kAttendQueryStride = 256 + 16;
@@ -37,20 +39,22 @@ struct AttendTile {
   float scale;
   float* scratch;  // AttendTileScratchFloats, 64-byte aligned
 
-  // What an observer needs; the tile then is all rows of a single token.
-  float* kept;  // [num_rows + kRkvExtraRows][kept_stride], 64-byte aligned
+  // What the R-KV observer needs; the tile then is all rows of a single token.
+  float* kept;  // [kRkvKeptRows][kept_stride], 64-byte aligned
   int64_t kept_stride;
   const RkvLane* rkv;
   const void* replaced_key;  // T [head_dim]
   int32_t position;          // of the token
   int32_t* elected;          // in: the slot that holds it; out: the next one or why there is none
 };
-inline constexpr int kRkvExtraRows = 2;
+// Per slot: largest logit, products with the new and with the replaced key.
+inline constexpr int kRkvKeptRows = 3;
 
-// Queries, accumulators (both padded rows), scores of eight rows, and a maximum, a sum and a
+// Queries, accumulators (both padded rows), scores of a row block, and a maximum, a sum and a
 // rescaling factor per row.
 constexpr int64_t AttendTileScratchFloats(int64_t head_dim) {
-  return kAttendTileRows * (kAttendQueryStride + head_dim + 16) + 8 * (128 + 16) +
+  return (kAttendTileRows + kAttendExtraRows) * kAttendQueryStride +
+         kAttendTileRows * (head_dim + 16) + (8 + kAttendExtraRows) * (128 + 16) +
          3 * kAttendTileRows;
 }
 
@@ -61,7 +65,7 @@ struct AttendKernelsOfTypes {
 };
 struct AttendKernels {
   AttendKernelsOfTypes plain, rkv;  // by observer
-  // y[i] = exp(x[i]) for x <= 0 as the softmax computes it: relative error below 2e-7, exactly 0
+  // y[i] = exp(x[i]) for x <= 80 as the softmax computes it: relative error below 2e-7, exactly 0
   // under -87. For tests. n is a multiple of 16.
   void (*exp)(const float* x, float* y, int64_t n);
 };

@@ -22,10 +22,9 @@ struct RkvLane {
   int64_t num_queries;  // rows of `weight` in use: min(window, seq_len)
   int64_t capacity;
   int32_t* elected_rank;
-  double *column_sum, *pointed_sum;
+  double *column, *weight_sum;
   float *inverse_norm, *pointer_value, *weight;
   int32_t *pointer, *position, *order;
-  int32_t* alone;
   uint8_t* similar;
   float* scratch;  // RkvScratchFloats, aligned to 64
 };
@@ -38,15 +37,14 @@ constexpr int64_t RkvScratchFloats(int64_t capacity) { return 6 * (capacity + 64
 inline void BindState(char* state, const RkvStateLayout& at, RkvLane* lane) {
   lane->capacity = at.capacity;
   lane->elected_rank = reinterpret_cast<int32_t*>(state + at.elected_rank);
-  lane->column_sum = reinterpret_cast<double*>(state + at.column_sum);
-  lane->pointed_sum = reinterpret_cast<double*>(state + at.pointed_sum);
+  lane->column = reinterpret_cast<double*>(state + at.column);
+  lane->weight_sum = reinterpret_cast<double*>(state + at.weight_sum);
   lane->inverse_norm = reinterpret_cast<float*>(state + at.inverse_norm);
   lane->pointer = reinterpret_cast<int32_t*>(state + at.pointer);
   lane->pointer_value = reinterpret_cast<float*>(state + at.pointer_value);
   lane->position = reinterpret_cast<int32_t*>(state + at.position);
   lane->weight = reinterpret_cast<float*>(state + at.weight);
   lane->order = reinterpret_cast<int32_t*>(state + at.order);
-  lane->alone = reinterpret_cast<int32_t*>(state + at.alone);
   lane->similar = reinterpret_cast<uint8_t*>(state + at.similar);
 }
 

@@ -23,6 +23,6 @@ struct AttendParams {
 };
 
 // Scratch that `attend` needs for at most `threads` threads.
-int64_t AttendScratchBytes(const KvCacheView& view, int64_t q_heads, int threads);
+int64_t AttendScratchBytes(const KvCacheView& view, int threads);
 
 }  // namespace kvcore

@@ -17,15 +17,15 @@ namespace kvcore {
 struct RkvStateLayout {
   int64_t capacity;       // slots, a multiple of 64
   int64_t elected_rank;   // i32, one: place of the elected slot in `order`
-  int64_t column_sum;     // f64: sum_r S[r, j]
-  int64_t pointed_sum;    // f64: sum of v_r over r with p(r) = j
+  int64_t column;         // f64: n c_j
+  int64_t weight_sum;     // f64 [window]: of a row of `weight`, over the slots that are no longer
+                          // protected
   int64_t inverse_norm;   // f32; 0 past the lane's end
-  int64_t pointer;        // i32: p(r)
+  int64_t pointer;        // i32: p(r); ~p(r) if r is alone
   int64_t pointer_value;  // f32: v_r
   int64_t position;       // i32; INT32_MAX past the lane's end
   int64_t weight;         // f32 [window][capacity]: exp(logit - a maximum), row = position % window
   int64_t order;          // i32: live slots by ascending position
-  int64_t alone;          // i32: 1 where p(r) is the oldest slot for want of a similar one
   int64_t similar;       // bits [capacity][capacity]: row r marks slots older than r, similar to it
   int64_t replaced_key;  // T [head_dim]: the key that append_kv overwrote last
   int64_t bytes;
@@ -39,15 +39,14 @@ struct RkvStateLayout {
       return begin;
     };
     elected_rank = take(4);
-    column_sum = take(8 * capacity);
-    pointed_sum = take(8 * capacity);
+    column = take(8 * capacity);
+    weight_sum = take(8 * window);
     inverse_norm = take(4 * capacity);
     pointer = take(4 * capacity);
     pointer_value = take(4 * capacity);
     position = take(4 * capacity);
     weight = take(4 * window * capacity);
     order = take(4 * capacity);
-    alone = take(4 * capacity);
     similar = take(capacity * capacity / 8);
     replaced_key = take(4 * head_dim);
     bytes = at;

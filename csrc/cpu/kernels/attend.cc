@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kChunkBlocks = kChunk / kBlock;
 constexpr int kRowBlock = 8;
+static_assert(kAttendExtraRows == 2, "kScore below");
 
 // Turns the scores of slots [0, n) of one row into weights exp(scale * s - max), keeps the running
 // maximum and sum, and returns the factor that rescales what was accumulated before.
@@ -37,11 +38,11 @@ KV_INLINE float SoftmaxRow(float* s, int64_t n, float scale, float& max, float& 
   const float new_max = MaxLanes<kWidth>(top) > max ? MaxLanes<kWidth>(top) : max;
   F total = {};
   for (j = 0; j < n; j += kWidth) {
-    const F w = ExpNonPositive<kWidth>(Load<F>(s + j) - new_max);
+    const F w = ExpBelow80<kWidth>(Load<F>(s + j) - new_max);
     Store(s + j, w);
     total += w;
   }
-  const float rescale = ExpNonPositive<4>(Splat<4>(max - new_max))[0];
+  const float rescale = ExpBelow80<4>(Splat<4>(max - new_max))[0];
   sum = sum * rescale + SumLanes<kWidth>(total);
   max = new_max;
   return rescale;
@@ -109,26 +110,26 @@ KV_INLINE void AddAllDims(const float* w, const T* const* value, const T* const*
       AddValues<R, 1, 4>(w, value, ahead, begin, end, d, head_dim, rescale, out, out_stride);
 }
 
-// Keeps the scores of R rows for an observer.
-template <int R>
-KV_INLINE void Keep(const float* s, int64_t num_slots, float* kept, int64_t stride) {
-  for (int r = 0; r < R; ++r)
-    for (int64_t j = 0; j < num_slots; j += kWidth)
-      Store(kept + r * stride + j, Load<VecF<kWidth>>(s + r * kScoreStride + j));
+// Products of a row block with a chunk's first num_slots slots.
+template <typename T>
+using ScoreFn = void (*)(const float* q, const T* const* key, const T* const* value,
+                         int64_t num_slots, int64_t head_dim, float* s);
+template <int R, typename T>
+__attribute__((noinline)) void Score(const float* q, const T* const* key, const T* const* value,
+                                     int64_t num_slots, int64_t head_dim, float* s) {
+  ScoreChunk<R>(q, key, value, num_slots, head_dim, s);
 }
 
-// One row block against one chunk: scores, softmax, values. Row r sees `seen[r]` slots of the
-// chunk, seen ascends. State (max, sum, out) is updated. `ahead` = keys wanted next; `kept`, if not
-// null, gets the scores.
+// A row block's scores `s` become weights, and values are added. Row r sees `seen[r]` slots of the
+// chunk, seen ascends. State (max, sum, out) is updated. `ahead` = keys wanted next.
+template <typename T>
+using WeighFn = void (*)(float* s, const T* const* value, const T* const* ahead,
+                         const int64_t* seen, int64_t head_dim, float scale, float* max, float* sum,
+                         float* rescale, float* out, int64_t out_stride);
 template <int R, typename T>
-__attribute__((noinline)) void RowBlockChunk(const float* q, const T* const* key,
-                                             const T* const* value, const T* const* ahead,
-                                             const int64_t* seen, int64_t head_dim, float scale,
-                                             float* s, float* max, float* sum, float* rescale,
-                                             float* out, int64_t out_stride, float* kept,
-                                             int64_t kept_stride) {
-  ScoreChunk<R>(q, key, value, seen[R - 1], head_dim, s);
-  if (kept != nullptr) Keep<R>(s, seen[R - 1], kept, kept_stride);
+__attribute__((noinline)) void Weigh(float* s, const T* const* value, const T* const* ahead,
+                                     const int64_t* seen, int64_t head_dim, float scale, float* max,
+                                     float* sum, float* rescale, float* out, int64_t out_stride) {
   for (int r = 0; r < R; ++r)
     rescale[r] =
         seen[r] > 0 ? SoftmaxRow(s + r * kScoreStride, seen[r], scale, max[r], sum[r]) : 1.0f;
@@ -147,11 +148,6 @@ __attribute__((noinline)) void RowBlockChunk(const float* q, const T* const* key
                     out + r * out_stride, out_stride);
 }
 
-template <typename T>
-using RowBlockFn = void (*)(const float*, const T* const*, const T* const*, const T* const*,
-                            const int64_t*, int64_t, float, float*, float*, float*, float*, float*,
-                            int64_t, float*, int64_t);
-
 template <int W, typename T>
 KV_INLINE void StoreScaled(const float* x, float factor, T* out) {
   StoreSpan<W>(out, Load<VecF<W>>(x) * factor, Load<VecF<W>>(x + W) * factor);
@@ -160,14 +156,17 @@ KV_INLINE void StoreScaled(const float* x, float factor, T* out) {
 template <typename T, typename Observer>
 void Attend(const AttendTile& t) {
   constexpr int kExtra = Observer::kExtraRows;
-  static constexpr RowBlockFn<T> kRowBlockChunk[kRowBlock] = {
-      RowBlockChunk<1, T>, RowBlockChunk<2, T>, RowBlockChunk<3, T>, RowBlockChunk<4, T>,
-      RowBlockChunk<5, T>, RowBlockChunk<6, T>, RowBlockChunk<7, T>, RowBlockChunk<8, T>};
+  static constexpr ScoreFn<T> kScore[kRowBlock + kAttendExtraRows] = {
+      Score<1, T>, Score<2, T>, Score<3, T>, Score<4, T>, Score<5, T>,
+      Score<6, T>, Score<7, T>, Score<8, T>, Score<9, T>, Score<10, T>};
+  static constexpr WeighFn<T> kWeigh[kRowBlock] = {Weigh<1, T>, Weigh<2, T>, Weigh<3, T>,
+                                                   Weigh<4, T>, Weigh<5, T>, Weigh<6, T>,
+                                                   Weigh<7, T>, Weigh<8, T>};
   const int64_t head_dim = t.head_dim, out_stride = head_dim + 16;
   float* const q = t.scratch;
-  float* const out = q + kAttendTileRows * kQueryStride;
+  float* const out = q + (kAttendTileRows + kAttendExtraRows) * kQueryStride;
   float* const s = out + kAttendTileRows * out_stride;
-  float* const max = s + kRowBlock * kScoreStride;
+  float* const max = s + (kRowBlock + kAttendExtraRows) * kScoreStride;
   float* const sum = max + kAttendTileRows;
   float* const rescale = sum + kAttendTileRows;
 
@@ -186,8 +185,8 @@ void Attend(const AttendTile& t) {
     sum[r] = 0.0f;
   }
   for (int64_t i = 0; i < rows * out_stride; ++i) out[i] = 0.0f;
-  float* const extra = q + rows * kQueryStride;
-  Observer::template PackExtra<T>(t, extra);
+  Observer observer(t);
+  observer.template PackExtra<T>(q + rows * kQueryStride);
 
   const int64_t longest = t.limit + (t.first_row + rows - 1) / t.group;
   for (int64_t start = 0; start < longest; start += kChunk) {
@@ -214,15 +213,14 @@ void Attend(const AttendTile& t) {
         const int64_t n = seen_in_lane[begin + r] - start;
         seen[r] = n < 0 ? 0 : n < slots ? n : slots;
       }
-      if (seen[size - 1] == 0) continue;
-      kRowBlockChunk[size - 1](
-          q + begin * kQueryStride, key, value, ahead, seen, head_dim, t.scale, s, max + begin,
-          sum + begin, rescale, out + begin * out_stride, out_stride,
-          kExtra > 0 ? t.kept + begin * t.kept_stride + start : nullptr, t.kept_stride);
-    }
-    if constexpr (kExtra > 0) {
-      ScoreChunk<kExtra>(extra, key, key, slots, head_dim, s);
-      Keep<kExtra>(s, slots, t.kept + rows * t.kept_stride + start, t.kept_stride);
+      // An observer's rows ride with the last block.
+      const int extra = b + 1 == num_blocks ? kExtra : 0;
+      const int64_t visible = seen[size - 1];
+      if (visible == 0) continue;
+      kScore[size + extra - 1](q + begin * kQueryStride, key, value, visible, head_dim, s);
+      observer.See(s, begin, size, start, visible);
+      kWeigh[size - 1](s, value, ahead, seen, head_dim, t.scale, max + begin, sum + begin, rescale,
+                       out + begin * out_stride, out_stride);
     }
   }
 
@@ -245,7 +243,7 @@ void Attend(const AttendTile& t) {
       t.lse[token * t.lse_token + head * t.lse_head] =
           sum[r] == 0.0f ? -__builtin_inff() : max[r] + __builtin_logf(sum[r]);
   }
-  Observer::template Finish<T>(t);
+  observer.template Finish<T>(max, sum);
 }
 
 template <typename Observer>
@@ -254,7 +252,7 @@ constexpr AttendKernelsOfTypes kOfTypes = {Attend<float, Observer>, Attend<Bf16,
 
 void Exp(const float* x, float* y, int64_t n) {
   for (int64_t i = 0; i < n; i += kWidth)
-    Store(y + i, ExpNonPositive<kWidth>(Load<VecF<kWidth>>(x + i)));
+    Store(y + i, ExpBelow80<kWidth>(Load<VecF<kWidth>>(x + i)));
 }
 
 }  // namespace

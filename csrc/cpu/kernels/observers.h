@@ -1,8 +1,10 @@
-// What attention can let a policy see of its pass over a lane: one small type each.
+// What attention can let a policy see of its pass over a lane: one small type each, chosen at
+// compile time.
 //
-// An observer may bring query rows of its own (kExtraRows, packed by PackExtra) and is shown the
-// products of all rows, the model's first, once the lane has been read: row r at
-// t.kept + r * t.kept_stride, one float per slot, before scaling. It is chosen at compile time.
+// An observer may bring query rows of its own (kExtraRows, packed by PackExtra). See() is shown the
+// products of every row block with every chunk of slots, before scaling: rows [first, first +
+// count) of the tile at s + r * kScoreStride, slots [start, start + num_slots), the extra rows
+// behind those of the last block. Finish() is told each row's softmax maximum and sum.
 #pragma once
 
 #include "cpu/attend_kernels.h"
@@ -14,45 +16,69 @@ namespace {
 
 struct NoObserver {
   static constexpr int kExtraRows = 0;
+  KV_INLINE explicit NoObserver(const AttendTile&) {}
   template <typename T>
-  static KV_INLINE void PackExtra(const AttendTile&, float*) {}
+  KV_INLINE void PackExtra(float*) {}
+  KV_INLINE void See(const float*, int64_t, int64_t, int64_t, int64_t) {}
   template <typename T>
-  static KV_INLINE void Finish(const AttendTile&) {}
+  KV_INLINE void Finish(const float*, const float*) {}
 };
 
 // The state of R-KV (ops/rkv_state.h), for a lane whose token has just overwritten a slot.
 struct RkvObserver {
   static constexpr int kExtraRows = 2;  // the new key, the key it has replaced
 
+  KV_INLINE explicit RkvObserver(const AttendTile& tile) : t(tile) {
+    logit = t.kept;
+    new_dot = logit + t.kept_stride;
+    old_dot = new_dot + t.kept_stride;
+    peak = Splat<kWidth>(-kInfinity);
+  }
+
   template <typename T>
-  static KV_INLINE void PackExtra(const AttendTile& t, float* q) {
+  KV_INLINE void PackExtra(float* q) {
     T key[256];
     UnpackKey(*t.rkv, *t.elected, key);
     KeyDot<T>::PackQuery(key, t.head_dim, q);
     KeyDot<T>::PackQuery(static_cast<const T*>(t.replaced_key), t.head_dim, q + kQueryStride);
   }
 
+  KV_INLINE void See(const float* s, int64_t first, int64_t count, int64_t start,
+                     int64_t num_slots) {
+    const bool is_last = first + count == t.num_rows;
+    for (int64_t j = 0; j < num_slots; j += kWidth) {
+      F top = Load<F>(s + j);
+      for (int64_t r = 1; r < count; ++r) top = Max<kWidth>(Load<F>(s + r * kScoreStride + j), top);
+      top *= t.scale;
+      if (first > 0) top = Max<kWidth>(Load<F>(logit + start + j), top);
+      if (is_last) {
+        Store(new_dot + start + j, Load<F>(s + count * kScoreStride + j));
+        Store(old_dot + start + j, Load<F>(s + (count + 1) * kScoreStride + j));
+        if (j + kWidth > num_slots)
+          top = Iota<kWidth>() < static_cast<int32_t>(num_slots - j) ? top
+                                                                     : Splat<kWidth>(-kInfinity);
+        peak = Max<kWidth>(top, peak);
+      }
+      Store(logit + start + j, top);
+    }
+  }
+
   template <typename T>
-  static KV_INLINE void Finish(const AttendTile& t) {
+  KV_INLINE void Finish(const float*, const float*) {
     const RkvLane& lane = *t.rkv;
     const int64_t padded = (lane.len + kWidth - 1) / kWidth * kWidth;
-    float* logit = t.kept;
-    float* const new_dot = t.kept + t.num_rows * t.kept_stride;
-    float* const old_dot = new_dot + t.kept_stride;
-    for (int64_t j = 0; j < padded; j += kWidth) {
-      F top = Load<F>(t.kept + j);
-      for (int64_t r = 1; r < t.num_rows; ++r)
-        top = Max<kWidth>(Load<F>(t.kept + r * t.kept_stride + j), top);
-      Store(logit + j, top * t.scale);
-    }
-    for (int64_t j = lane.len; j < padded; ++j) logit[j] = -kInfinity, new_dot[j] = old_dot[j] = 0;
+    for (int64_t j = lane.len; j < padded; ++j) new_dot[j] = old_dot[j] = 0;
     if (!Replace<T>(lane, *t.elected, t.position, new_dot, old_dot)) {
       *t.elected = kNotFinite;
       return;
     }
-    SetWeights(lane, t.position % lane.window, logit);
+    SetWeights(lane, t.position % lane.window, logit, MaxLanes<kWidth>(peak));
     *t.elected = Elect(lane);
   }
+
+  const AttendTile& t;
+  float *logit, *new_dot, *old_dot;
+  F peak;
 };
 
 }  // namespace

@@ -46,10 +46,9 @@ void FillRows(const RkvLane& a, int64_t first, int64_t count, float* dots, int64
           static_cast<uint8_t>(a.similar[r * words + j / 8] | 1 << j % 8);
       if (newest < 0 || a.position[j] > a.position[newest]) newest = j;
     }
-    a.column_sum[r] = sum;
-    a.alone[r] = newest < 0;
+    a.column[r] += sum;
     const int64_t j = newest < 0 ? a.order[0] : newest;
-    Point(a, r, j, s[j]);
+    Point(a, r, j, s[j], newest < 0);
   }
 }
 
@@ -61,10 +60,9 @@ int32_t Build(const RkvBuild& b) {
   T row[256];
   FillNorms<T>(a);
   for (int64_t j = 0; j < a.capacity; ++j) {
-    a.column_sum[j] = a.pointed_sum[j] = 0;
+    a.column[j] = 0;
     a.pointer[j] = -1;
     a.pointer_value[j] = 0;
-    a.alone[j] = 0;
   }
   for (int64_t first = 0; first < a.len; first += kRows) {
     const int64_t count = a.len - first < kRows ? a.len - first : kRows;
@@ -76,7 +74,7 @@ int32_t Build(const RkvBuild& b) {
     FillRows(a, first, count, b.dots, stride);
   }
   for (int64_t j = 0; j < a.len; ++j)
-    if (!(a.column_sum[j] - a.column_sum[j] == 0) || !(a.inverse_norm[j] > 0)) return kNotFinite;
+    if (!(a.column[j] - a.column[j] == 0) || !(a.inverse_norm[j] > 0)) return kNotFinite;
 
   float* const logit = b.dots;
   for (int64_t cell = 0; cell < a.num_queries; ++cell) {
@@ -90,8 +88,10 @@ int32_t Build(const RkvBuild& b) {
         logit[j] = g == 0 || !(x <= logit[j]) ? x : logit[j];
       }
     }
+    float peak = -kInfinity;
+    for (int64_t j = 0; j < a.len; ++j) peak = logit[j] > peak ? logit[j] : peak;
     for (int64_t j = a.len; j < a.capacity; ++j) logit[j] = -kInfinity;
-    SetWeights(a, cell, logit);
+    SetWeights(a, cell, logit, peak);
   }
   const int32_t elected = Elect(a);
   return elected == kNotElected ? kNotFinite : elected;

@@ -58,132 +58,145 @@ __attribute__((noinline)) void DotLane(const RkvLane& a, const float* packed, fl
 
 // ---- election --------------------------------------------------------------------------------
 
-// Sets `weight` row `cell` from logits [capacity] whose entries past the lane's end are -inf. The
-// maximum runs over all that can belong to the past while the row is in use.
-KV_INLINE void SetWeights(const RkvLane& a, int64_t cell, const float* logit) {
-  const int64_t past = a.len - a.protect;
-  const int64_t reach = past + a.window < a.len ? past + a.window : a.len;
-  const I last = a.position[a.order[reach - 1]] - I{};
-  const F minus_inf = Splat<kWidth>(-kInfinity);
-  F top = minus_inf;
-  for (int64_t j = 0; j < a.len; j += kWidth)
-    top = Max<kWidth>(Load<I>(a.position + j) <= last ? Load<F>(logit + j) : minus_inf, top);
-  const F peak = Splat<kWidth>(MaxLanes<kWidth>(top));
-  float* to = a.weight + cell * a.capacity;
+// The "past" of a lane are its slots that are no longer protected; the newest of them came at:
+KV_INLINE int32_t LastOfPast(const RkvLane& a) {
+  return a.position[a.order[a.len - a.protect - 1]];
+}
+
+constexpr double kVanished = 1e-25;
+
+// weight[j] = exp(logit[j] - peak), at most e^80; returns the sum over the past.
+KV_INLINE double SetWeightsFrom(const RkvLane& a, float* weight, const float* logit, float peak,
+                                I last) {
+  F sum = {};
+  const F most = Splat<kWidth>(80.0f);
   for (int64_t j = 0; j < a.len; j += kWidth) {
     const F x = Load<F>(logit + j) - peak;
-    Store(to + j, ExpNonPositive<kWidth>(x > F{} ? F{} : x));  // NaN stays
+    const F w = ExpBelow80<kWidth>(x > most ? most : x);  // NaN stays
+    Store(weight + j, w);
+    sum += (F)((I)w & (I)(Load<I>(a.position + j) <= last));
+  }
+  return static_cast<double>(SumLanes<kWidth>(sum));
+}
+
+// Row `cell` of the weights from logits [padded len] whose entries past the lane's end are -inf.
+// `peak` is their maximum; where the past is negligible beside it, the past's own takes its place.
+KV_INLINE void SetWeights(const RkvLane& a, int64_t cell, const float* logit, float peak) {
+  const I last = LastOfPast(a) - I{};
+  float* const weight = a.weight + cell * a.capacity;
+  double sum = SetWeightsFrom(a, weight, logit, peak, last);
+  if (!(sum > kVanished)) {
+    const F minus_inf = Splat<kWidth>(-kInfinity);
+    F top = minus_inf;
+    for (int64_t j = 0; j < a.len; j += kWidth)
+      top = Max<kWidth>(Load<I>(a.position + j) <= last ? Load<F>(logit + j) : minus_inf, top);
+    sum = SetWeightsFrom(a, weight, logit, MaxLanes<kWidth>(top), last);
+  }
+  a.weight_sum[cell] = sum;
+}
+
+// Sums of the weights' rows after slot `gone` has left the past and slot `come` has joined it.
+// REQUIRES: `order` is that after it.
+KV_INLINE void MoveWeightSums(const RkvLane& a, int64_t gone, int64_t come) {
+  for (int64_t t = 0; t < a.num_queries; ++t) {
+    const float* weight = a.weight + t * a.capacity;
+    double sum = a.weight_sum[t] - static_cast<double>(weight[gone]);
+    if (sum < 0.5 * a.weight_sum[t]) {  // little is left that rounding has not touched
+      sum = 0;
+      for (int64_t k = 0; k < a.len - a.protect; ++k)
+        sum += static_cast<double>(weight[a.order[k]]);
+    } else {
+      sum += static_cast<double>(weight[come]);
+    }
+    a.weight_sum[t] = sum;
   }
 }
 
-// imp[j] = mean over queries of the softmax over the past. False if a sum has vanished.
-KV_INLINE bool MeanWeights(const RkvLane& a, float* importance) {
+// importance[j] = mean over queries of the softmax over the past, for the slots of the past.
+KV_INLINE void MeanWeights(const RkvLane& a, float* importance) {
   constexpr int64_t kRows = 8;
-  const I last = a.position[a.order[a.len - a.protect - 1]] - I{};
+  const double count = static_cast<double>(a.num_queries);
   for (int64_t first = 0; first < a.num_queries; first += kRows) {
     const int64_t rows = a.num_queries - first < kRows ? a.num_queries - first : kRows;
     const float* weight = a.weight + first * a.capacity;
-    float factor[kRows];
-    F sum[kRows] = {};
-    for (int64_t j = 0; j < a.len; j += kWidth) {
-      const I in_past = Load<I>(a.position + j) <= last;
+    F factor[kRows];
+    for (int64_t t = 0; t < kRows; ++t)
+      factor[t] =
+          Splat<kWidth>(t < rows ? static_cast<float>(1.0 / (a.weight_sum[first + t] * count)) : 0);
+    if (first == 0 && rows == kRows) {
+      for (int64_t j = 0; j < a.len; j += kWidth) {
+        F even = {}, odd = {};
 #pragma GCC unroll 8
-      for (int64_t t = 0; t < kRows; ++t)
-        if (t < rows) sum[t] += (F)((I)Load<F>(weight + t * a.capacity + j) & in_past);
-    }
-    for (int64_t t = 0; t < rows; ++t) {
-      const float total = SumLanes<kWidth>(sum[t]);
-      if (!(total > 1e-20f)) return false;  // vanished, or NaN
-      factor[t] = 1.0f / (total * static_cast<float>(a.num_queries));
-    }
-    for (int64_t j = 0; j < a.len; j += kWidth) {
-      F mean = first == 0 ? F{} : Load<F>(importance + j);
-#pragma GCC unroll 8
-      for (int64_t t = 0; t < kRows; ++t)
-        if (t < rows) mean += Load<F>(weight + t * a.capacity + j) * factor[t];
-      Store(importance + j, mean);
+        for (int64_t t = 0; t < kRows; t += 2) {
+          even += Load<F>(weight + t * a.capacity + j) * factor[t];
+          odd += Load<F>(weight + (t + 1) * a.capacity + j) * factor[t + 1];
+        }
+        Store(importance + j, even + odd);
+      }
+    } else {
+      for (int64_t j = 0; j < a.len; j += kWidth) {
+        F mean = first == 0 ? F{} : Load<F>(importance + j);
+        for (int64_t t = 0; t < rows; ++t) mean += Load<F>(weight + t * a.capacity + j) * factor[t];
+        Store(importance + j, mean);
+      }
     }
   }
-  return true;
 }
 
-// redundancy[j] = exp(c_j) over the sum of all, times (1 - mix). False if not finite.
-KV_INLINE bool Redundancy(const RkvLane& a, float* redundancy) {
+// redundancy[j] = exp(c_j) times a constant; returns (1 - mix) over the sum of all.
+KV_INLINE float Redundancy(const RkvLane& a, float* redundancy) {
   const double each = 1.0 / static_cast<double>(a.len);
   F sum = {};
   for (int64_t j = 0; j < a.len; j += kWidth) {
-    const D low = (Load<D>(a.column_sum + j) - Load<D>(a.pointed_sum + j)) * each;
-    const D high =
-        (Load<D>(a.column_sum + j + kHalfWidth) - Load<D>(a.pointed_sum + j + kHalfWidth)) * each;
-    const H a_low = __builtin_convertvector(low, H), a_high = __builtin_convertvector(high, H);
-    float c[kWidth];
-    Store(c, a_low);
-    Store(c + kHalfWidth, a_high);
+    const F c = FromDouble(Load<D>(a.column + j) * each, Load<D>(a.column + j + kHalfWidth) * each);
     // Means of cosines are at most 1 but for rounding.
-    F x = ExpNonPositive<kWidth>(Load<F>(c) - 1.00001f);
+    F x = ExpBelow80<kWidth>(c - 1.0f);
     if (j + kWidth > a.len) x = Iota<kWidth>() < static_cast<int32_t>(a.len - j) ? x : F{};
     Store(redundancy + j, x);
     sum += x;
   }
-  const float total = SumLanes<kWidth>(sum);
-  const float factor = (1.0f - a.mix) / total;
-  for (int64_t j = 0; j < a.len; j += kWidth)
-    Store(redundancy + j, Load<F>(redundancy + j) * factor);
-  return __builtin_isfinite(factor);
+  return (1.0f - a.mix) / SumLanes<kWidth>(sum);
 }
 
 // The slot of the past with the lowest score; of equal ones the oldest.
 KV_INLINE int32_t Elect(const RkvLane& a) {
   const int64_t past = a.len - a.protect, half = a.kernel / 2, n = a.capacity + 64;
-  // Two vectors of room on both sides of what is pooled.
+  for (int64_t t = 0; t < a.num_queries; ++t)
+    if (!(a.weight_sum[t] > kVanished))
+      return a.weight_sum[t] == a.weight_sum[t] ? kNotElected : kNotFinite;
   float *importance = a.scratch, *redundancy = importance + n;
-  float *by_rank = redundancy + n, *taken = by_rank + n, *pooled = taken + n;
-  if (!MeanWeights(a, importance)) {
-    for (int64_t t = 0; t < a.num_queries; ++t)
-      if (!(a.weight[t * a.capacity + a.order[0]] >= 0)) return kNotFinite;
-    return kNotElected;
-  }
-  if (!Redundancy(a, redundancy)) return kNotFinite;
+  float *by_rank = redundancy + n, *score = by_rank + n;  // of the past, by age
+  MeanWeights(a, importance);
+  const float factor = Redundancy(a, redundancy);
+  if (!__builtin_isfinite(factor)) return kNotFinite;
+  // Importance is >= 0: zeroes stand for what is outside.
+  float* const pooled = by_rank + (half + kWidth - 1) / kWidth * kWidth;
+  for (float* edge = by_rank; edge < pooled; edge += kWidth) Store(edge, F{});
   for (int64_t k = 0; k < past; ++k) {
     const int32_t slot = a.order[k];
-    by_rank[k] = importance[slot];
-    taken[k] = redundancy[slot];
+    pooled[k] = importance[slot];
+    score[k] = redundancy[slot];
   }
-  for (int64_t k = past; k < past + kWidth; ++k) by_rank[k] = 0, taken[k] = 0;
-  if (half <= kWidth) {    // one pass; importance is >= 0, so that 0 stands for what is outside
-    float* edge = pooled;  // [kWidth zeroes][past][kWidth zeroes]
-    for (int64_t k = 0; k < kWidth; ++k) edge[k] = 0;
-    for (int64_t k = 0; k < past + kWidth; k += kWidth)
-      Store(edge + kWidth + k, Load<F>(by_rank + k));
-    for (int64_t k = past; k < past + 2 * kWidth; ++k) edge[kWidth + k] = 0;
-    for (int64_t k = 0; k < past; k += kWidth) {
-      F top = Load<F>(edge + kWidth + k);
-      for (int64_t o = 1; o <= half; ++o)
-        top = Max<kWidth>(Max<kWidth>(Load<F>(edge + kWidth + k - o), top),
-                          Load<F>(edge + kWidth + k + o));
-      Store(by_rank + k, top * a.mix - Load<F>(taken + k));
-    }
-  } else {
-    for (int64_t k = 0; k < past; ++k) {
-      float top = 0;
-      for (int64_t o = k - half < 0 ? 0 : k - half; o <= k + half && o < past; ++o)
-        top = by_rank[o] > top ? by_rank[o] : top;
-      pooled[k] = top * a.mix - taken[k];
-    }
-    for (int64_t k = 0; k < past; ++k) by_rank[k] = pooled[k];
-  }
-  for (int64_t k = past; k < past + kWidth; ++k) by_rank[k] = kInfinity;
+  for (int64_t k = past; k < past + half + kWidth; ++k) pooled[k] = 0;
   F low = Splat<kWidth>(kInfinity);
   for (int64_t k = 0; k < past; k += kWidth) {
-    const F x = Load<F>(by_rank + k);
+    F top = Load<F>(pooled + k);
+    for (int64_t o = 1; o <= half; ++o)
+      top = Max<kWidth>(Max<kWidth>(Load<F>(pooled + k - o), top), Load<F>(pooled + k + o));
+    F x = top * a.mix - Load<F>(score + k) * factor;
+    if (k + kWidth > past)
+      x = Iota<kWidth>() < static_cast<int32_t>(past - k) ? x : Splat<kWidth>(kInfinity);
+    Store(score + k, x);
     low = x < low ? x : low;
   }
-  const float least = -MaxLanes<kWidth>(-low);
-  for (int64_t k = 0; k < past; ++k)
-    if (by_rank[k] == least) {
-      *a.elected_rank = static_cast<int32_t>(k);
-      return a.order[k];
-    }
+  const F least = Splat<kWidth>(-MaxLanes<kWidth>(-low));
+  for (int64_t k = 0; k < past; k += kWidth) {
+    const uint32_t equal = MaskTrue((I)(Load<F>(score + k) == least));
+    if (equal == 0) continue;
+    const int64_t rank = k + __builtin_ctz(equal);
+    *a.elected_rank = static_cast<int32_t>(rank);
+    return a.order[rank];
+  }
   return kNotFinite;
 }
 
@@ -205,10 +218,15 @@ KV_INLINE float Similarity(const RkvLane& a, int64_t r, int64_t j) {
   return (SumLanes<kWidth>(sum) + tail) * (a.inverse_norm[r] * a.inverse_norm[j]);
 }
 
-KV_INLINE void Point(const RkvLane& a, int64_t r, int64_t j, float value) {
-  a.pointer[r] = static_cast<int32_t>(j);
+// Row r points at slot j with v_r = value, as its newest similar slot or for want of one.
+KV_INLINE void Point(const RkvLane& a, int64_t r, int64_t j, float value, bool alone) {
+  a.pointer[r] = static_cast<int32_t>(alone ? ~j : j);
   a.pointer_value[r] = value;
-  a.pointed_sum[j] += static_cast<double>(value);
+  a.column[j] -= static_cast<double>(value);
+}
+// The slot that row r points at.
+KV_INLINE int32_t PointedAt(const RkvLane& a, int64_t r) {
+  return a.pointer[r] < 0 ? ~a.pointer[r] : a.pointer[r];
 }
 
 // Rows without a similar slot point at the oldest one.
@@ -218,7 +236,7 @@ KV_INLINE void PointAtOldest(const RkvLane& a, const int32_t* rows, int64_t coun
   constexpr int64_t kFew = 4;
   if (count <= kFew) {
     for (int64_t i = 0; i < count; ++i)
-      Point(a, rows[i], oldest, rows[i] == oldest ? 0.0f : Similarity<T>(a, rows[i], oldest));
+      Point(a, rows[i], oldest, rows[i] == oldest ? 0.0f : Similarity<T>(a, rows[i], oldest), true);
     return;
   }
   float* packed = a.scratch + 5 * (a.capacity + 64);
@@ -230,8 +248,33 @@ KV_INLINE void PointAtOldest(const RkvLane& a, const int32_t* rows, int64_t coun
   for (int64_t i = 0; i < count; ++i) {
     const int64_t r = rows[i];
     const float value = dots[r] * (a.inverse_norm[r] * a.inverse_norm[oldest]);
-    Point(a, r, oldest, r == oldest ? 0.0f : value);
+    Point(a, r, oldest, r == oldest ? 0.0f : value, true);
   }
+}
+
+// A bit per slot of a vector, into a row of `similar`.
+KV_INLINE void StoreBits(uint8_t* row, int64_t j, uint32_t bits) {
+  if constexpr (kWidth == 16) {
+    const uint16_t two = static_cast<uint16_t>(bits);
+    __builtin_memcpy(row + j / 8, &two, 2);
+  } else if constexpr (kWidth == 8) {
+    row[j / 8] = static_cast<uint8_t>(bits);
+  } else {
+    row[j / 8] = static_cast<uint8_t>(j % 8 == 0 ? bits : row[j / 8] | bits << 4);
+  }
+}
+
+// Row r pointed at a slot that has gone: at its next newest similar one, which is older than that
+// and so has a rank below `rank`. False if there is none.
+template <typename T>
+KV_INLINE bool PointAtNext(const RkvLane& a, int64_t r, int64_t rank) {
+  for (int64_t k = rank - 1; k >= 0; --k) {
+    const int64_t j = a.order[k];
+    if (j == r || !IsSimilar(a, r, j)) continue;
+    Point(a, r, j, Similarity<T>(a, r, j), false);
+    return true;
+  }
+  return false;
 }
 
 // Slot x holds a new key at `position`. new_dot and old_dot are the products of the new and of the
@@ -240,102 +283,75 @@ KV_INLINE void PointAtOldest(const RkvLane& a, const int32_t* rows, int64_t coun
 template <typename T>
 bool Replace(const RkvLane& a, int64_t x, int32_t position, const float* new_dot,
              const float* old_dot) {
-  const int64_t words = a.capacity / 8;
   const float square = new_dot[x];
   const float inverse_old = a.inverse_norm[x];
   const float inverse_new = 1.0f / (__builtin_sqrtf(square) + 1e-8f);
   a.inverse_norm[x] = 0;  // S[x, x] = 0
-  float* similarity = a.scratch;
-  int32_t* touched = reinterpret_cast<int32_t*>(similarity + a.capacity + 64);
+  float* const similarity = a.scratch;
+  int32_t* const touched = reinterpret_cast<int32_t*>(similarity + a.capacity + 64);
   int64_t num_touched = 0;
-  uint8_t* bits = a.similar + x * words;
-  // Most similar rows pointed at the token before: those are taken off its sum together.
+  uint8_t* const bits = a.similar + x * (a.capacity / 8);
+  // Most similar rows pointed at the token before: those leave its column together.
   const int32_t before = a.order[a.len - 1];
-  D row_sum = {}, hit_sum = {}, before_sum = {};
+  // Sums in float err once in a slot's life; what comes and goes token by token is in double.
+  F row_sum = {}, hit_sum = {}, before_sum = {};
+  uint32_t any_hit = 0;
   const I here = static_cast<int32_t>(x) - I{}, last = before - I{};
-  I newest_position = -1 - I{};
   const F threshold = Splat<kWidth>(a.threshold);
   for (int64_t j = 0; j < a.len; j += kWidth) {
     const F inverse = Load<F>(a.inverse_norm + j);
     const F added = Load<F>(new_dot + j) * (inverse * inverse_new);
     const F gone = Load<F>(old_dot + j) * (inverse * inverse_old);
     Store(similarity + j, added);
+    double* const column = a.column + j;
+    Store(column, Load<D>(column) + (LowDouble(added) - LowDouble(gone)));
+    Store(column + kHalfWidth,
+          Load<D>(column + kHalfWidth) + (HighDouble(added) - HighDouble(gone)));
+    row_sum += added;
+    const uint32_t hits = MaskGreater(added, threshold);
+    StoreBits(bits, j, hits);
+    any_hit |= hits;
     const I is_hit = added > threshold;
     const I pointer = Load<I>(a.pointer + j);
+    const I at_last = is_hit & (I)(pointer == last);
     const F value = Load<F>(a.pointer_value + j);
-    const I at_last = is_hit & (pointer == last), elsewhere = is_hit & (pointer != last);
-    float parts[4 * kWidth];
-    Store(parts, added);
-    Store(parts + kWidth, gone);
-    Store(parts + 2 * kWidth, (F)((I)added & is_hit));
-    Store(parts + 3 * kWidth, (F)((I)value & at_last));
-    for (int half = 0; half < 2; ++half) {
-      const float* part = parts + half * kHalfWidth;
-      const D plus = LoadDouble(part);
-      double* sum = a.column_sum + j + half * kHalfWidth;
-      Store(sum, Load<D>(sum) + (plus - LoadDouble(part + kWidth)));
-      row_sum += plus;
-      hit_sum += LoadDouble(part + 2 * kWidth);
-      before_sum += LoadDouble(part + 3 * kWidth);
-    }
-    const I age = Load<I>(a.position + j);
-    newest_position = (is_hit & (age > newest_position)) ? age : newest_position;
-    const uint32_t hits = MaskGreater(added, threshold);
-    if constexpr (kWidth == 16) {
-      const uint16_t two = static_cast<uint16_t>(hits);
-      __builtin_memcpy(bits + j / 8, &two, 2);
-    } else if constexpr (kWidth == 8) {
-      bits[j / 8] = static_cast<uint8_t>(hits);
-    } else {
-      bits[j / 8] = static_cast<uint8_t>(j % 8 == 0 ? hits : bits[j / 8] | hits << 4);
-    }
-    for (uint32_t open = MaskTrue(elsewhere); open != 0; open &= open - 1) {
+    hit_sum += (F)((I)added & is_hit);
+    before_sum += (F)((I)value & at_last);
+    for (uint32_t open = hits & ~MaskTrue((I)(pointer == last)); open != 0; open &= open - 1) {
       const int64_t r = j + __builtin_ctz(open);
-      a.pointed_sum[a.pointer[r]] -= static_cast<double>(a.pointer_value[r]);
+      a.column[PointedAt(a, r)] += static_cast<double>(a.pointer_value[r]);
     }
-    for (uint32_t open = MaskTrue((pointer == here) & ~is_hit); open != 0; open &= open - 1)
+    const I at_here = (I)(pointer == here) | (I)(pointer == ~here);
+    for (uint32_t open = MaskTrue(at_here) & ~hits; open != 0; open &= open - 1)
       touched[num_touched++] = static_cast<int32_t>(j) + __builtin_ctz(open);
     Store(a.pointer + j, is_hit ? here : pointer);
     Store(a.pointer_value + j, is_hit ? added : value);
-    Store(a.alone + j, Load<I>(a.alone + j) & ~is_hit);
   }
-  const double total = SumLanes(row_sum);
+  const float total = SumLanes<kWidth>(row_sum);
   a.inverse_norm[x] = inverse_new;
   if (!(square < kInfinity) || !(total - total == 0)) return false;
-  a.pointed_sum[before] -= SumLanes(before_sum);
+  a.column[before] += static_cast<double>(SumLanes<kWidth>(before_sum));
+  a.column[PointedAt(a, x)] += static_cast<double>(a.pointer_value[x]);  // of the replaced key
+  a.column[x] = static_cast<double>(total) - static_cast<double>(SumLanes<kWidth>(hit_sum));
 
   const int64_t rank = *a.elected_rank;
   __builtin_memmove(a.order + rank, a.order + rank + 1,
                     static_cast<unsigned long>(a.len - 1 - rank) * sizeof(int32_t));
   a.order[a.len - 1] = static_cast<int32_t>(x);
   a.position[x] = position;
-  a.column_sum[x] = total;
-  a.pointed_sum[a.pointer[x]] -= static_cast<double>(a.pointer_value[x]);  // of the replaced key
-  a.pointed_sum[x] = SumLanes(hit_sum);
+  MoveWeightSums(a, x, a.order[a.len - a.protect - 1]);
 
   int64_t num_alone = 0;
   for (int64_t i = 0; i < num_touched; ++i) {
-    // The replaced key was its newest similar one: the next newest is older than that.
     const int64_t r = touched[i];
     if (r == x || r >= a.len) continue;
-    int64_t next = -1;
-    if (!a.alone[r])
-      for (int64_t k = rank - 1; k >= 0 && next < 0; --k)
-        if (a.order[k] != r && IsSimilar(a, r, a.order[k])) next = a.order[k];
-    if (next >= 0) {
-      Point(a, r, next, Similarity<T>(a, r, next));
-    } else {
-      a.alone[r] = 1;
+    if (a.pointer[r] < 0 || !PointAtNext<T>(a, r, rank))
       touched[num_alone++] = static_cast<int32_t>(r);
-    }
   }
-  int32_t newest = -1;  // position of the newest slot that is similar to x
-  for (int l = 0; l < kWidth; ++l)
-    newest = newest_position[l] > newest ? newest_position[l] : newest;
-  a.alone[x] = newest < 0;
-  int64_t k = newest < 0 ? 0 : a.len - 2;
-  while (newest >= 0 && a.position[a.order[k]] != newest) --k;
-  Point(a, x, a.order[k], a.order[k] == x ? 0.0f : similarity[a.order[k]]);
+  int64_t k = a.len - 2;  // rank of the newest slot that is similar to x
+  while (any_hit != 0 && !(similarity[a.order[k]] > a.threshold)) --k;
+  const int64_t to = a.order[any_hit != 0 ? k : 0];
+  Point(a, x, to, to == x ? 0.0f : similarity[to], any_hit == 0);
   if (num_alone > 0) PointAtOldest<T>(a, touched, num_alone);
   return true;
 }

@@ -65,12 +65,11 @@ SampleSums Sums(const T* logits, int64_t count, float peak, float inverse_temper
 #pragma GCC unroll 2
         for (int j = 0; j < 2; ++j) {
           const F below = x[j] - peak;
-          const F e = ExpNonPositive<kWidth>(below);
+          const F e = ExpBelow80<kWidth>(below);
           fold_mass[j] += e;
           // Where e is 0 the factor only has to be finite.
           fold_moment[j] += Max<kWidth>(below, Splat<kWidth>(-88.0f)) * e;
-          if constexpr (kScaled)
-            fold_scaled[j] += ExpNonPositive<kWidth>(below * inverse_temperature);
+          if constexpr (kScaled) fold_scaled[j] += ExpBelow80<kWidth>(below * inverse_temperature);
         }
       }
     }
@@ -106,7 +105,7 @@ void MassAbove(const T* logits, int64_t count, float peak, float inverse_tempera
         F x[2];
         LoadSpan<kWidth>(block + i, x[0], x[1]);
         for (int j = 0; j < 2; ++j) {
-          const F e = ExpNonPositive<kWidth>((x[j] - peak) * inverse_temperature);
+          const F e = ExpBelow80<kWidth>((x[j] - peak) * inverse_temperature);
 #pragma GCC unroll 8
           for (int level = 0; level < kSampleLevels; ++level)
             fold[level] += x[j] > thresholds[level] ? e : F{};
@@ -158,7 +157,7 @@ void Weigh(SampleCandidate* candidates, int64_t count, float peak, float tempera
     const int here = static_cast<int>(count - i < kWidth ? count - i : kWidth);
     float x[kWidth] = {};
     for (int l = 0; l < here; ++l) x[l] = candidates[i + l].logit;
-    Store(x, ExpNonPositive<kWidth>((Load<F>(x) - peak) / temperature));
+    Store(x, ExpBelow80<kWidth>((Load<F>(x) - peak) / temperature));
     for (int l = 0; l < here; ++l) candidates[i + l].weight = x[l];
   }
 }

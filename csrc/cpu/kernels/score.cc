@@ -201,7 +201,7 @@ double ExpAndSum(float* x, int64_t count, float scale) {
   const F peak = Splat<kWidth>(MaxLanes<kWidth>(top));
   D sum = {};
   for (int64_t i = 0; i < width; i += kWidth) {
-    Store(x + i, ExpNonPositive<kWidth>((Load<F>(x + i) - peak) * scale));
+    Store(x + i, ExpBelow80<kWidth>((Load<F>(x + i) - peak) * scale));
     sum += LoadDouble(x + i) + LoadDouble(x + i + kHalfWidth);
   }
   return SumLanes(sum);

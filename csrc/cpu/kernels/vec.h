@@ -207,10 +207,10 @@ KV_INLINE float ToFloat(F16 x) {
   return LoadHalf<4>(four)[0];
 }
 
-// exp(x) for x <= 0: 0 below -87 (-inf included), relative error below 2e-7, NaN for NaN.
+// exp(x) for x <= 80: 0 below -87 (-inf included), relative error below 2e-7, NaN for NaN.
 // Source: the polynomial of Cephes expf.
 template <int W>
-KV_INLINE VecF<W> ExpNonPositive(VecF<W> x) {
+KV_INLINE VecF<W> ExpBelow80(VecF<W> x) {
   const VecI<W> tiny = x < -87.0f;
   x = tiny ? Splat<W>(-87.0f) : x;
   const float magic = 0x1.8p23f;  // adding it rounds to an integer in the low bits

@@ -29,6 +29,37 @@ KV_INLINE double SumLanes(D v) {
   return s;
 }
 
+// The two halves of a vector in double, and back. Templates, so that only the width in use is
+// compiled.
+template <typename V>
+KV_INLINE D LowDouble(V x) {
+  if constexpr (sizeof(V) == 64)
+    return __builtin_convertvector(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7), D);
+  else if constexpr (sizeof(V) == 32)
+    return __builtin_convertvector(__builtin_shufflevector(x, x, 0, 1, 2, 3), D);
+  else
+    return __builtin_convertvector(__builtin_shufflevector(x, x, 0, 1), D);
+}
+template <typename V>
+KV_INLINE D HighDouble(V x) {
+  if constexpr (sizeof(V) == 64)
+    return __builtin_convertvector(__builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15), D);
+  else if constexpr (sizeof(V) == 32)
+    return __builtin_convertvector(__builtin_shufflevector(x, x, 4, 5, 6, 7), D);
+  else
+    return __builtin_convertvector(__builtin_shufflevector(x, x, 2, 3), D);
+}
+template <typename V, typename Half = H>
+KV_INLINE F FromDouble(V low, V high) {
+  const Half a = __builtin_convertvector(low, Half), b = __builtin_convertvector(high, Half);
+  if constexpr (sizeof(V) == 64)
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  else if constexpr (sizeof(V) == 32)
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7);
+  else
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3);
+}
+
 // Bit l is set where a[l] > b[l].
 KV_INLINE uint32_t MaskGreater(F a, F b) {
 #if defined(__AVX512F__)

@@ -1,0 +1,218 @@
+// What R-KV's state and election add to decode attention: one token of one layer, 2 kv heads,
+// head_dim 128, bf16, one thread; keys around a common mean. Warm: one layer again and again. Cold:
+// layers in turn, more than the caches hold. Every token is attended to plainly and observed; alpha
+// is the ratio of the medians less one.
+#include <benchmark/benchmark.h>
+
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "base/parallel.h"
+#include "bench_cache.h"
+#include "cpu/cpu_ops.h"
+#include "cpu/isa.h"
+#include "store/kv_store.h"
+#include "support/rkv_stream.h"
+
+namespace kvcore {
+namespace {
+
+constexpr int64_t kKvHeads = 2, kHeadDim = 128, kWindow = 8;
+constexpr int64_t kColdBytes = 400ll << 20;
+
+// Full lanes of one sequence whose next token overwrites the elected slots.
+class Lanes {
+ public:
+  Lanes(int64_t slots, int64_t group, int64_t layers)
+      : slots_(slots), group_(group), layers_(layers) {
+    const int64_t lane_blocks = BlocksFor(slots), blocks = layers * kKvHeads * lane_blocks;
+    const RkvStateLayout state(slots, kWindow, kHeadDim);
+    key_ = OwnedTensor(DType::kBF16, {blocks, 16 * kHeadDim});
+    value_ = OwnedTensor(DType::kBF16, {blocks, 16 * kHeadDim});
+    position_ = OwnedTensor(DType::kI32, {blocks, 16});
+    table_ = OwnedTensor(DType::kI32, {1, layers, kKvHeads, lane_blocks});
+    lane_len_ = OwnedTensor(DType::kI32, {1, layers, kKvHeads});
+    seq_len_ = OwnedTensor(DType::kI32, {1});
+    ring_ = OwnedTensor(DType::kBF16, {1, layers, kKvHeads * group, kWindow, kHeadDim});
+    replace_ = OwnedTensor(DType::kI32, {1, layers, kKvHeads});
+    state_.resize(static_cast<size_t>(layers * kKvHeads * state.bytes + 64));
+    KvCacheView view;
+    view.key_blocks = key_.view();
+    view.value_blocks = value_.view();
+    view.position = position_.view();
+    view.block_table = table_.view();
+    view.lane_len = lane_len_.view();
+    view.seq_len = seq_len_.view();
+    view.query_ring = ring_.view();
+    view.replace = replace_.view();
+    const auto at = reinterpret_cast<uintptr_t>(state_.data());
+    view.lane_state = MakeView(state_.data() + ((at + 63) / 64 * 64 - at), DType::kU8,
+                               {1, layers, kKvHeads, state.bytes});
+    view.state_slots = slots;
+    view.head_dim = kHeadDim;
+    store_ = std::make_unique<KvStore>(view);
+    seq_ = store_->Create();
+    rkv_.protect = slots == 192 ? 96 : 128;
+    for (int64_t i = 0; i < layers * kHeadDim; ++i) mean_.push_back(Next());
+    Take(slots);
+    Build();
+  }
+  Lanes(const Lanes&) = delete;
+  Lanes& operator=(const Lanes&) = delete;
+
+  // One more token in all layers.
+  void Take(int64_t count) {
+    store_->Extend({seq_}, {count});
+    cu_ = OwnedTensor::I32({0, static_cast<int32_t>(count)});
+    OwnedTensor key(DType::kBF16, {count, kKvHeads, kHeadDim}), value = key;
+    for (int64_t layer = 0; layer < layers_; ++layer) {
+      query_ = OwnedTensor(DType::kBF16, {count, kKvHeads * group_, kHeadDim});
+      out_ = query_;
+      const float* mean = mean_.data() + layer * kHeadDim;
+      for (const OwnedTensor* t : {&query_, &value, &key}) Fill(*t, t == &key ? mean : nullptr);
+      AppendKvParams p;
+      p.key = key.view();
+      p.value = value.view();
+      p.query = query_.view();
+      p.batch = {rows_.view(), cu_.view()};
+      p.layer = layer;
+      AppendKvCpu(store_->view(), p, 0);
+    }
+  }
+
+  // The layer's newest token, all layers with the same query.
+  void Attend(int64_t layer, bool observe) {
+    AttendParams p;
+    p.query = query_.view();
+    p.out = out_.view();
+    p.batch = {rows_.view(), cu_.view()};
+    p.layer = layer;
+    p.scale = Scale();
+    p.observe_rkv = observe;
+    p.rkv = rkv_;
+    const int64_t bytes = AttendScratchBytes(store_->view(), 1);
+    scratch_.resize(static_cast<size_t>(bytes));
+    p.scratch = MakeView(scratch_.data(), DType::kU8, {bytes});
+    AttendCpu(store_->view(), p, 0);
+  }
+  const OwnedTensor& out() const { return out_; }
+  int64_t layers() const { return layers_; }
+  bool HasElected(int64_t layer) const { return store_->view().Replaced(layer * kKvHeads) >= 0; }
+
+ private:
+  static float Scale() { return 1.0f / std::sqrt(static_cast<float>(kHeadDim)); }
+  // Nearly normal: a sum of uniform numbers. Fast, since the cold cache is large.
+  float Next() {
+    random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+    int sum = 0;
+    for (int i = 0; i < 4; ++i) sum += static_cast<int>(random_ >> (24 + 10 * i) & 1023);
+    return static_cast<float>(sum - 2046) / 591.2f;
+  }
+  void Fill(const OwnedTensor& t, const float* mean) {
+    uint16_t* to = t.view().ptr<uint16_t>();
+    for (int64_t i = 0; i < t.numel(); ++i) {
+      const float x = Next() + (mean == nullptr ? 0.0f : mean[i % kHeadDim]);
+      uint32_t bits;
+      std::memcpy(&bits, &x, 4);
+      to[i] = static_cast<uint16_t>(bits >> 16);
+    }
+  }
+  void Build() {
+    OwnedTensor full(DType::kI32, {layers_, kKvHeads});
+    full.Fill(static_cast<double>(slots_));
+    std::vector<uint8_t> scratch(static_cast<size_t>(BuildRkvStateScratchBytes(store_->view(), 1)));
+    BuildRkvStateParams p;
+    p.rows = rows_.view();
+    p.full = full.view();
+    p.scratch = MakeView(scratch.data(), DType::kU8, {static_cast<int64_t>(scratch.size())});
+    p.scale = Scale();
+    p.rkv = rkv_;
+    BuildRkvStateCpu(store_->view(), p, 0);
+  }
+
+  int64_t slots_, group_, layers_;
+  uint64_t random_ = 1;
+  OwnedTensor key_, value_, position_, table_, lane_len_, seq_len_, ring_, replace_;
+  OwnedTensor rows_ = OwnedTensor::I32({0}), cu_, query_, out_;
+  std::vector<float> mean_;
+  std::vector<uint8_t> state_, scratch_;
+  RkvSettings rkv_;
+  std::unique_ptr<KvStore> store_;
+  SeqId seq_ = 0;
+};
+
+// Elections against the double oracle.
+bool MatchesOracle(int64_t group) {
+  RkvStreamShape shape;
+  shape.dtype = DType::kBF16;
+  shape.kv_heads = kKvHeads;
+  shape.group = group;
+  shape.head_dim = kHeadDim;
+  RkvStream stream(shape, "mean", 1);
+  stream.Feed(90);
+  for (int64_t t = 0; t < 40; ++t) {
+    stream.Feed(1);
+    for (int64_t h = 0; h < kKvHeads && t % 9 == 8; ++h)
+      if (!stream.Differs(h, 1e-6).empty()) return false;
+  }
+  return true;
+}
+
+void Bench(benchmark::State& state, int64_t slots, int64_t group, bool cold, Isa isa) {
+  SetNumThreads(1);
+  SetIsa(isa);
+  if (!MatchesOracle(group)) {
+    state.SkipWithError("elections differ from the oracle");
+    return;
+  }
+  const int64_t layer_bytes = 2 * kKvHeads * slots * kHeadDim * 2;
+  Lanes lanes(slots, group, cold ? kColdBytes / layer_bytes : 1);
+  CallTimer plain(state), observed(state);
+  for (auto _ : state) {
+    lanes.Take(1);
+    for (int64_t layer = 0; layer < lanes.layers(); ++layer) {
+      if (!cold) lanes.Attend(layer, false);
+      plain.Time([&] { lanes.Attend(layer, false); });
+    }
+    const OwnedTensor want = lanes.out();
+    for (int64_t layer = 0; layer < lanes.layers(); ++layer)
+      observed.Time([&] { lanes.Attend(layer, true); });
+    if (!SameBytes(want, lanes.out()) || !lanes.HasElected(lanes.layers() - 1)) {
+      state.SkipWithError("the observed pass attends to something else");
+      return;
+    }
+  }
+  const double base = plain.Median(), with = observed.Median();
+  state.SetIterationTime(with);
+  state.counters["attend_us"] = base * 1e6;
+  state.counters["observed_us"] = with * 1e6;
+  state.counters["alpha"] = with / base - 1;
+}
+
+void Register() {
+  for (Isa isa : {Isa::kBase, Isa::kV3, Isa::kV4, Isa::kV4Bf16})
+    for (int64_t slots : {192, 640})
+      for (int64_t group : {6, 7})
+        for (bool cold : {false, true})
+          if (IsaSupported(isa))
+            benchmark::RegisterBenchmark(
+                (std::string("Rkv/isa:") + IsaName(isa) + "/slots:" + std::to_string(slots) +
+                 "/group:" + std::to_string(group) + (cold ? "/cold" : "/warm"))
+                    .c_str(),
+                [=](benchmark::State& s) { Bench(s, slots, group, cold, isa); })
+                ->Iterations(cold ? 5 : 400)
+                ->Unit(benchmark::kMicrosecond);
+}
+
+}  // namespace
+}  // namespace kvcore
+
+int main(int argc, char** argv) {
+  kvcore::Register();
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::RunSpecifiedBenchmarks();
+  return 0;
+}
