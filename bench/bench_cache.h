@@ -75,6 +75,13 @@ class CallTimer {
     state_.SetIterationTime(took);
     seconds_.push_back(took);
   }
+  // Median over calls timed in turn, this one's time over the other's.
+  double MedianRatio(const CallTimer& other) const {
+    std::vector<double> ratio;
+    for (size_t i = 0; i < seconds_.size(); ++i) ratio.push_back(seconds_[i] / other.seconds_[i]);
+    std::sort(ratio.begin(), ratio.end());
+    return ratio[ratio.size() / 2];
+  }
   double Median() {
     std::sort(seconds_.begin(), seconds_.end());
     return seconds_[seconds_.size() / 2];

@@ -94,7 +94,7 @@ class Gsm8k(Task):
         self.config = SearchConfig(
             n=1,
             n_helper=1,
-            sampling=SamplingParams(max_new_tokens=args.max_tokens),
+            sampling=SamplingParams(temperature=args.temperature, max_new_tokens=args.max_tokens),
             max_tokens=args.max_tokens,
             seed=args.seed,
         )
@@ -116,6 +116,7 @@ class Gsm8k(Task):
             "helper": None if args.helper is None else Path(args.helper).name,
             "dtype": args.dtype,
             "max_tokens": args.max_tokens,
+            "temperature": args.temperature,
             "problems": len(self.prompts),
             "seed": args.seed,
         }
@@ -238,6 +239,7 @@ def parse_args() -> argparse.Namespace:
     add("--data", help="GSM8K as JSONL (question, answer)")
     add("--dtype", default=None, help="bfloat16 or float32; the checkpoint's own if not given")
     add("--max-tokens", type=int, default=640, help="context, prompt included")
+    add("--temperature", type=float, default=0.8, help="of GSM8K; 0 is greedy")
     add("--seed", type=int, default=0)
     add("--threads", type=int)
     args = parser.parse_args()

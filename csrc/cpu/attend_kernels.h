@@ -54,7 +54,7 @@ inline constexpr int kRkvKeptRows = 3;
 // rescaling factor per row.
 constexpr int64_t AttendTileScratchFloats(int64_t head_dim) {
   return (kAttendTileRows + kAttendExtraRows) * kAttendQueryStride +
-         kAttendTileRows * (head_dim + 16) + (8 + kAttendExtraRows) * (128 + 16) +
+         kAttendTileRows * (head_dim + 16) + (8 + kAttendExtraRows + 1) * (128 + 16) +
          3 * kAttendTileRows;
 }
 

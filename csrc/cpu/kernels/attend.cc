@@ -15,7 +15,6 @@ namespace {
 
 constexpr int kChunkBlocks = kChunk / kBlock;
 constexpr int kRowBlock = 8;
-static_assert(kAttendExtraRows == 2, "kScore below");
 
 // Turns the scores of slots [0, n) of one row into weights exp(scale * s - max), keeps the running
 // maximum and sum, and returns the factor that rescales what was accumulated before.
@@ -110,15 +109,22 @@ KV_INLINE void AddAllDims(const float* w, const T* const* value, const T* const*
       AddValues<R, 1, 4>(w, value, ahead, begin, end, d, head_dim, rescale, out, out_stride);
 }
 
-// Products of a row block with a chunk's first num_slots slots.
+// Products of R rows, the last kExtra of which are an observer's, with a chunk's first num_slots
+// slots.
 template <typename T>
 using ScoreFn = void (*)(const float* q, const T* const* key, const T* const* value,
                          int64_t num_slots, int64_t head_dim, float* s);
-template <int R, typename T>
+template <int R, int kExtra, typename T>
 __attribute__((noinline)) void Score(const float* q, const T* const* key, const T* const* value,
                                      int64_t num_slots, int64_t head_dim, float* s) {
-  ScoreChunk<R>(q, key, value, num_slots, head_dim, s);
+  ScoreChunk<R, kExtra>(q, key, value, num_slots, head_dim, s);
 }
+// By number of the model's rows.
+template <int kExtra, typename T>
+constexpr ScoreFn<T> kScore[kRowBlock] = {
+    Score<1 + kExtra, kExtra, T>, Score<2 + kExtra, kExtra, T>, Score<3 + kExtra, kExtra, T>,
+    Score<4 + kExtra, kExtra, T>, Score<5 + kExtra, kExtra, T>, Score<6 + kExtra, kExtra, T>,
+    Score<7 + kExtra, kExtra, T>, Score<8 + kExtra, kExtra, T>};
 
 // A row block's scores `s` become weights, and values are added. Row r sees `seen[r]` slots of the
 // chunk, seen ascends. State (max, sum, out) is updated. `ahead` = keys wanted next.
@@ -156,9 +162,6 @@ KV_INLINE void StoreScaled(const float* x, float factor, T* out) {
 template <typename T, typename Observer>
 void Attend(const AttendTile& t) {
   constexpr int kExtra = Observer::kExtraRows;
-  static constexpr ScoreFn<T> kScore[kRowBlock + kAttendExtraRows] = {
-      Score<1, T>, Score<2, T>, Score<3, T>, Score<4, T>, Score<5, T>,
-      Score<6, T>, Score<7, T>, Score<8, T>, Score<9, T>, Score<10, T>};
   static constexpr WeighFn<T> kWeigh[kRowBlock] = {Weigh<1, T>, Weigh<2, T>, Weigh<3, T>,
                                                    Weigh<4, T>, Weigh<5, T>, Weigh<6, T>,
                                                    Weigh<7, T>, Weigh<8, T>};
@@ -166,7 +169,7 @@ void Attend(const AttendTile& t) {
   float* const q = t.scratch;
   float* const out = q + (kAttendTileRows + kAttendExtraRows) * kQueryStride;
   float* const s = out + kAttendTileRows * out_stride;
-  float* const max = s + (kRowBlock + kAttendExtraRows) * kScoreStride;
+  float* const max = s + (kRowBlock + kAttendExtraRows + 1) * kScoreStride;
   float* const sum = max + kAttendTileRows;
   float* const rescale = sum + kAttendTileRows;
 
@@ -213,11 +216,11 @@ void Attend(const AttendTile& t) {
         const int64_t n = seen_in_lane[begin + r] - start;
         seen[r] = n < 0 ? 0 : n < slots ? n : slots;
       }
-      // An observer's rows ride with the last block.
-      const int extra = b + 1 == num_blocks ? kExtra : 0;
       const int64_t visible = seen[size - 1];
       if (visible == 0) continue;
-      kScore[size + extra - 1](q + begin * kQueryStride, key, value, visible, head_dim, s);
+      // An observer's rows ride with the last block.
+      const auto score = b + 1 == num_blocks ? kScore<kExtra, T> : kScore<0, T>;
+      score[size - 1](q + begin * kQueryStride, key, value, visible, head_dim, s);
       observer.See(s, begin, size, start, visible);
       kWeigh[size - 1](s, value, ahead, seen, head_dim, t.scale, max + begin, sum + begin, rescale,
                        out + begin * out_stride, out_stride);

@@ -29,6 +29,18 @@ KV_INLINE void Prefetch(const T* p) {
 
 constexpr int kQueryStride = kAttendQueryStride;
 
+template <int R, int kExtra, typename V, int NV>
+KV_INLINE void StoreRows(V (&acc)[R][NV], int v, float* s) {
+#pragma GCC unroll 10
+  for (int r = 0; r < R; ++r) Store(s + r * kScoreStride, acc[r][v]);
+  if constexpr (kExtra > 0) {
+    VecF<kWidth> top = (VecF<kWidth>)acc[0][v];
+#pragma GCC unroll 8
+    for (int r = 1; r < R - kExtra; ++r) top = Max<kWidth>((VecF<kWidth>)acc[r][v], top);
+    Store(s + R * kScoreStride, top);
+  }
+}
+
 // Query rows as the dot product wants them, kQueryStride floats apart: as floats, or with bf16
 // multiply-add instructions as they are, a float holding a pair of dims.
 template <typename T>
@@ -46,8 +58,9 @@ struct KeyDot {
       Store(q + d + 4, b);
     }
   }
-  // s[r][u * kWidth + lane] = q_r . k of the slots of NV units.
-  template <int R, int NV>
+  // s[r][u * kWidth + lane] = q_r . k of the slots of NV units; with kExtra > 0 the row behind them
+  // is the maximum over all rows but the last kExtra.
+  template <int R, int NV, int kExtra = 0>
   static KV_INLINE void Run(const float* q, const T* const* unit, const T* const* ahead,
                             int64_t head_dim, float* s) {
     using F = VecF<kWidth>;
@@ -63,12 +76,12 @@ struct KeyDot {
         k[v] += 2 * kBlock;
         Prefetch<2 * kWidth>(ahead[v] + 2 * kWidth * pair);
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 10
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
         for (int v = 0; v < NV; ++v) acc[r][v] += even[v] * q[r * kQueryStride];
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 10
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
         for (int v = 0; v < NV; ++v) acc[r][v] += odd[v] * q[r * kQueryStride + 1];
@@ -76,10 +89,10 @@ struct KeyDot {
       q += 2;
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v)
-        Store(s + r * kScoreStride + v * kWidth, SlotOrder<kWidth, T>(acc[r][v]));
+    for (int v = 0; v < NV; ++v) {
+#pragma GCC unroll 10
+      for (int r = 0; r < R; ++r) acc[r][v] = SlotOrder<kWidth, T>(acc[r][v]);
+      StoreRows<R, kExtra>(acc, v, s + v * kWidth);
     }
   }
 };
@@ -90,7 +103,7 @@ struct KeyDot<Bf16> {
   static KV_INLINE void PackQuery(const Bf16* row, int64_t head_dim, float* q) {
     __builtin_memcpy(q, row, static_cast<unsigned long>(2 * head_dim));
   }
-  template <int R, int NV>
+  template <int R, int NV, int kExtra = 0>
   static KV_INLINE void Run(const float* q, const Bf16* const* unit, const Bf16* const* ahead,
                             int64_t head_dim, float* s) {
     __m512 acc[R][NV];
@@ -98,7 +111,7 @@ struct KeyDot<Bf16> {
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) {
       k[v] = unit[v];
-#pragma GCC unroll 8
+#pragma GCC unroll 10
       for (int r = 0; r < R; ++r) acc[r][v] = _mm512_setzero_ps();
     }
     for (int64_t pair = 0; pair < head_dim / 2; ++pair) {
@@ -109,7 +122,7 @@ struct KeyDot<Bf16> {
         k[v] += 2 * kBlock;
         Prefetch<2 * kBlock>(ahead[v] + 2 * kBlock * pair);
       }
-#pragma GCC unroll 8
+#pragma GCC unroll 10
       for (int r = 0; r < R; ++r) {
         const __m512bh qr = (__m512bh)_mm512_set1_ps(q[r * kQueryStride]);
 #pragma GCC unroll 8
@@ -118,10 +131,7 @@ struct KeyDot<Bf16> {
       ++q;
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) Store(s + r * kScoreStride + v * kWidth, acc[r][v]);
-    }
+    for (int v = 0; v < NV; ++v) StoreRows<R, kExtra>(acc, v, s + v * kWidth);
   }
 };
 #endif
@@ -132,8 +142,9 @@ constexpr int UnitsAtOnce(int rows) {
   return kWidth == 16 ? (rows >= 5 ? 2 : rows >= 2 ? 4 : 8) : rows >= 4 ? 1 : rows >= 2 ? 2 : 4;
 }
 
-// Scores of the chunk's first num_slots slots; `value` is fetched for later on the way.
-template <int R, typename T>
+// Scores of the chunk's first num_slots slots; `value` is fetched for later on the way. kExtra as
+// in KeyDot::Run.
+template <int R, int kExtra, typename T>
 KV_INLINE void ScoreChunk(const float* q, const T* const* key, const T* const* value,
                           int64_t num_slots, int64_t head_dim, float* s) {
   constexpr int kUnits = UnitsAtOnce(R);
@@ -147,9 +158,9 @@ KV_INLINE void ScoreChunk(const float* q, const T* const* key, const T* const* v
   }
   int64_t u = 0;
   for (; u + kUnits <= units; u += kUnits)
-    KeyDot<T>::template Run<R, kUnits>(q, unit + u, ahead + u, head_dim, s + u * kWidth);
+    KeyDot<T>::template Run<R, kUnits, kExtra>(q, unit + u, ahead + u, head_dim, s + u * kWidth);
   for (; u < units; ++u)
-    KeyDot<T>::template Run<R, 1>(q, unit + u, ahead + u, head_dim, s + u * kWidth);
+    KeyDot<T>::template Run<R, 1, kExtra>(q, unit + u, ahead + u, head_dim, s + u * kWidth);
 }
 
 }  // namespace

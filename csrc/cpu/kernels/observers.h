@@ -45,20 +45,31 @@ struct RkvObserver {
 
   KV_INLINE void See(const float* s, int64_t first, int64_t count, int64_t start,
                      int64_t num_slots) {
+    if (first == 0) FetchState(start, num_slots);
     const bool is_last = first + count == t.num_rows;
+    if (!is_last) KeepMaximum(s, first, count, start, num_slots);
+    if (!is_last) return;
+    const float* const mine = s + count * kScoreStride;
+    const F minus_inf = Splat<kWidth>(-kInfinity);
     for (int64_t j = 0; j < num_slots; j += kWidth) {
-      F top = Load<F>(s + j);
-      for (int64_t r = 1; r < count; ++r) top = Max<kWidth>(Load<F>(s + r * kScoreStride + j), top);
-      top *= t.scale;
+      Store(new_dot + start + j, Load<F>(mine + j));
+      Store(old_dot + start + j, Load<F>(mine + kScoreStride + j));
+      F top = Load<F>(mine + 2 * kScoreStride + j);
       if (first > 0) top = Max<kWidth>(Load<F>(logit + start + j), top);
-      if (is_last) {
-        Store(new_dot + start + j, Load<F>(s + count * kScoreStride + j));
-        Store(old_dot + start + j, Load<F>(s + (count + 1) * kScoreStride + j));
-        if (j + kWidth > num_slots)
-          top = Iota<kWidth>() < static_cast<int32_t>(num_slots - j) ? top
-                                                                     : Splat<kWidth>(-kInfinity);
-        peak = Max<kWidth>(top, peak);
-      }
+      top *= t.scale;
+      if (j + kWidth > num_slots)
+        top = Iota<kWidth>() < static_cast<int32_t>(num_slots - j) ? top : minus_inf;
+      peak = Max<kWidth>(top, peak);
+      Store(logit + start + j, top);
+    }
+  }
+
+  // Of row blocks before the last one.
+  KV_INLINE void KeepMaximum(const float* s, int64_t first, int64_t count, int64_t start,
+                             int64_t num_slots) {
+    for (int64_t j = 0; j < num_slots; j += kWidth) {
+      F top = first > 0 ? Load<F>(logit + start + j) : Load<F>(s + j);
+      for (int64_t r = 0; r < count; ++r) top = Max<kWidth>(Load<F>(s + r * kScoreStride + j), top);
       Store(logit + start + j, top);
     }
   }
@@ -74,6 +85,22 @@ struct RkvObserver {
     }
     SetWeights(lane, t.position % lane.window, logit, MaxLanes<kWidth>(peak));
     *t.elected = Elect(lane);
+  }
+
+  // The state is wanted once the lane has been read: it may still be in memory.
+  KV_INLINE void FetchState(int64_t start, int64_t num_slots) {
+    const RkvLane& lane = *t.rkv;
+    const auto fetch = [](const void* p) { __builtin_prefetch(p, 1, 3); };
+    for (int64_t j = start; j < start + num_slots; j += 16) {  // a line of 4-byte entries
+      fetch(lane.column + j);
+      fetch(lane.column + j + 8);
+      fetch(lane.inverse_norm + j);
+      fetch(lane.pointer + j);
+      fetch(lane.pointer_value + j);
+      fetch(lane.position + j);
+      fetch(lane.order + j);
+      for (int64_t q = 0; q < lane.num_queries; ++q) fetch(lane.weight + q * lane.capacity + j);
+    }
   }
 
   const AttendTile& t;

@@ -291,12 +291,12 @@ bool Replace(const RkvLane& a, int64_t x, int32_t position, const float* new_dot
   int32_t* const touched = reinterpret_cast<int32_t*>(similarity + a.capacity + 64);
   int64_t num_touched = 0;
   uint8_t* const bits = a.similar + x * (a.capacity / 8);
-  // Most similar rows pointed at the token before: those leave its column together.
-  const int32_t before = a.order[a.len - 1];
+  // Most similar rows pointed at one of the two tokens before: those leave its column together.
+  const int32_t before = a.order[a.len - 1], earlier = a.order[a.len > 1 ? a.len - 2 : 0];
   // Sums in float err once in a slot's life; what comes and goes token by token is in double.
-  F row_sum = {}, hit_sum = {}, before_sum = {};
+  F row_sum = {}, hit_sum = {}, before_sum = {}, earlier_sum = {};
   uint32_t any_hit = 0;
-  const I here = static_cast<int32_t>(x) - I{}, last = before - I{};
+  const I here = static_cast<int32_t>(x) - I{}, last = before - I{}, second = earlier - I{};
   const F threshold = Splat<kWidth>(a.threshold);
   for (int64_t j = 0; j < a.len; j += kWidth) {
     const F inverse = Load<F>(a.inverse_norm + j);
@@ -313,11 +313,12 @@ bool Replace(const RkvLane& a, int64_t x, int32_t position, const float* new_dot
     any_hit |= hits;
     const I is_hit = added > threshold;
     const I pointer = Load<I>(a.pointer + j);
-    const I at_last = is_hit & (I)(pointer == last);
+    const I at_last = is_hit & (I)(pointer == last), at_second = is_hit & (I)(pointer == second);
     const F value = Load<F>(a.pointer_value + j);
     hit_sum += (F)((I)added & is_hit);
     before_sum += (F)((I)value & at_last);
-    for (uint32_t open = hits & ~MaskTrue((I)(pointer == last)); open != 0; open &= open - 1) {
+    earlier_sum += (F)((I)value & at_second);
+    for (uint32_t open = hits & ~MaskTrue(at_last | at_second); open != 0; open &= open - 1) {
       const int64_t r = j + __builtin_ctz(open);
       a.column[PointedAt(a, r)] += static_cast<double>(a.pointer_value[r]);
     }
@@ -331,6 +332,7 @@ bool Replace(const RkvLane& a, int64_t x, int32_t position, const float* new_dot
   a.inverse_norm[x] = inverse_new;
   if (!(square < kInfinity) || !(total - total == 0)) return false;
   a.column[before] += static_cast<double>(SumLanes<kWidth>(before_sum));
+  if (earlier != before) a.column[earlier] += static_cast<double>(SumLanes<kWidth>(earlier_sum));
   a.column[PointedAt(a, x)] += static_cast<double>(a.pointer_value[x]);  // of the replaced key
   a.column[x] = static_cast<double>(total) - static_cast<double>(SumLanes<kWidth>(hit_sum));
 
