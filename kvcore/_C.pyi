@@ -19,7 +19,8 @@ class KvStore:
 
     key_blocks, value_blocks: T [blocks, 16 * head_dim]; position: i32 [blocks, 16];
     block_table: i32 [rows, layers, kv_heads, max_blocks]; lane_len: i32 [rows, layers, kv_heads];
-    seq_len: i32 [rows]; query_ring: T [rows, layers, q_heads, window, head_dim] or None.
+    seq_len: i32 [rows]; query_ring: T [rows, layers, q_heads, window, head_dim] or None;
+    attention_sum: f32 [blocks, 16] or None.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class KvStore:
         replace: Tensor | None = None,
         lane_state: Tensor | None = None,
         state_slots: int = 0,
+        attention_sum: Tensor | None = None,
     ) -> None: ...
     def has_replaced(self, seq: int) -> bool:
         """The last extend overwrites a slot: it cannot be undone."""
@@ -92,6 +94,7 @@ def attend(
     cu_tokens: Tensor,
     scale: float,
     observe_rkv: RkvSettings | None = None,
+    accumulate: bool = False,
     stream: int = 0,
 ) -> None: ...
 

@@ -50,6 +50,7 @@ class KVCache:
         replaces: lanes may have a slot that their next token overwrites (the steady cadence).
         observe: settings of the fused R-KV pass, which attention then runs.
         state_slots: longest lane that the fused pass keeps a state of.
+        accumulates: attention adds to every slot what it gets (``attention_sums``).
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class KVCache:
         replaces: bool = False,
         observe: _C.RkvSettings | None = None,
         state_slots: int = 0,
+        accumulates: bool = False,
     ) -> None:
         self.shape = shape
         self.blocks = blocks
@@ -85,6 +87,8 @@ class KVCache:
         if observe is not None:
             state = _C.rkv_state_bytes(state_slots, window, shape.head_dim)
             self.lane_state = torch.empty((*table[:3], state), dtype=torch.uint8)
+        sums = (blocks, ops.BLOCK_SLOTS)
+        self.attention_sum = torch.empty(sums, dtype=torch.float32) if accumulates else None
         self.store = _C.KvStore(
             self.key_blocks,
             self.value_blocks,
@@ -97,6 +101,7 @@ class KVCache:
             self.replace,
             self.lane_state,
             state_slots,
+            self.attention_sum,
         )
         self._attend_scratch = ops.attend_scratch(self.store)
 
@@ -137,7 +142,14 @@ class KVCache:
         ops.append_kv(self.store, layer, key, value, observed, batch)
         self.scale = scale
         return ops.attend(
-            self.store, layer, query, batch, scale, self._attend_scratch, self.observe
+            self.store,
+            layer,
+            query,
+            batch,
+            scale,
+            self._attend_scratch,
+            self.observe,
+            accumulate=self.attention_sum is not None,
         )
 
     def rows(self, seqs: Sequence[int]) -> Tensor:
@@ -150,13 +162,23 @@ class KVCache:
 
     def positions(self, seqs: Sequence[int]) -> Tensor:
         """i32 [seqs, layers, kv_heads, slots]: position held by each slot, -1 past a lane's end."""
+        return self._gather(self.position, seqs, -1)
+
+    def attention_sums(self, seqs: Sequence[int]) -> Tensor:
+        """f32 [seqs, layers, kv_heads, slots]: attention that each slot has got from all tokens
+        that saw it, a mean over the query heads of a kv head; -inf past a lane's end.
+        """
+        assert self.attention_sum is not None
+        return self._gather(self.attention_sum, seqs, -torch.inf)
+
+    def _gather(self, plane: Tensor, seqs: Sequence[int], missing: float) -> Tensor:
+        """[seqs, layers, kv_heads, slots] of ``plane`` [blocks, 16]; ``missing`` past the end."""
         slots = self.longest_lane(seqs)
         rows = self.rows(seqs).long()
         blocks = self.block_table[rows][..., : -(-slots // ops.BLOCK_SLOTS)].long()
         live = torch.arange(slots) < self.lane_len[rows][..., None]
-        blocks = blocks.clamp(0, self.blocks - 1)
-        flat = self.position[blocks].flatten(-2)[..., :slots]
-        return torch.where(live, flat, torch.full_like(flat, -1))
+        flat = plane[blocks.clamp(0, self.blocks - 1)].flatten(-2)[..., :slots]
+        return flat.masked_fill(~live, missing)
 
     def bytes_of(self, seq: int) -> int:
         """Bytes of the blocks that this sequence holds, shared ones included."""

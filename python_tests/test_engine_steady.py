@@ -109,7 +109,7 @@ def test_chunks_forks_and_commits_keep_the_election_exact(model):
     engine.cache.store.check_integrity()
 
 
-@pytest.mark.parametrize("policy", ["rkv", "random", "streamingllm", "tova"])
+@pytest.mark.parametrize("policy", ["rkv", "random", "streamingllm", "tova", "h2o"])
 def test_preemption_changes_no_token(model, policy):
     prompts = make_prompts([30, 60, 45, 20], seed=7)
     answers = []

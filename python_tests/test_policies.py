@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engine_tools import make_prompts, sampled, small_config
-from support.policy_oracles import ORACLES
+from support.policy_oracles import ORACLES, attention
 from tiny_models import make_model
 
 from kvcore import ops
@@ -19,7 +19,7 @@ from kvcore.engine import Engine
 from kvcore.policies import available, evict, make_policy
 
 SHAPE = CacheShape(layers=2, q_heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
-NAMES = ("rkv", "snapkv", "tova", "knorm", "keydiff", "streamingllm", "random")
+NAMES = ("rkv", "snapkv", "h2o", "tova", "knorm", "keydiff", "streamingllm", "random")
 SMALL = {
     name: EvictionConfig(name, budget=12, headroom=16, protect=4, window=4, seed=3)
     for name in NAMES
@@ -79,7 +79,14 @@ def filled_cache(lengths: list[int], *, drop_seed: int | None = 5) -> KVCache:
     no seed, none.
     """
     window = 4
-    cache = KVCache(SHAPE, blocks=512, rows=len(lengths) + 1, max_len=256, window=window)
+    cache = KVCache(
+        SHAPE,
+        blocks=512,
+        rows=len(lengths) + 1,
+        max_len=256,
+        window=window,
+        accumulates=True,
+    )
     cache.key_blocks.fill_(torch.nan)
     cache.value_blocks.fill_(torch.nan)
     generator = torch.Generator().manual_seed(drop_seed or 1)
@@ -90,6 +97,7 @@ def filled_cache(lengths: list[int], *, drop_seed: int | None = 5) -> KVCache:
         key, value = torch.randn((2, total, SHAPE.kv_heads, SHAPE.head_dim), generator=generator)
         query = torch.randn((total, SHAPE.q_heads, SHAPE.head_dim), generator=generator)
         ops.append_kv(cache.store, layer, key, value, query, batch)
+    cache.attention_sum.copy_(torch.rand(cache.attention_sum.shape, generator=generator))
     cache.seqs = seqs  # handles, for the tests
     if drop_seed is None:
         return cache
@@ -173,11 +181,12 @@ def test_a_sequence_loses_the_same_whoever_is_evicted_with_it(name):
     assert lane_positions(together) == lane_positions(alone)
 
 
-@pytest.mark.parametrize("name", ["rkv", "snapkv", "tova", "knorm", "keydiff"])
+@pytest.mark.parametrize("name", ["rkv", "snapkv", "h2o", "tova", "knorm", "keydiff"])
 def test_a_policy_that_raises_changes_nothing(name):
     cache = filled_cache([60, 60])
     row = cache.store.row(cache.seqs[1])
     cache.key_blocks[cache.block_table[row, 1, 1, 0]] = torch.nan
+    cache.attention_sum[cache.block_table[row, 1, 1, 0]] = torch.nan
     before, free = lane_positions(cache), cache.store.free_blocks()
     with pytest.raises(ValueError, match=rf"row {row}, layer 1, kv head 1"):
         evict(make_policy(SMALL[name]), cache, cache.seqs, [1, 1])
@@ -232,6 +241,7 @@ class Recorder:
     def __init__(self, engine: Engine) -> None:
         self.keys: dict[int, list[np.ndarray]] = defaultdict(list)  # by layer: [kv_heads, dim]
         self.queries: dict[int, list[np.ndarray]] = defaultdict(list)  # by layer: [q_heads, dim]
+        self.received: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # by position
         attend = engine.cache.update_and_attend
 
         def recording(layer, query, key, value, batch, scale):
@@ -241,6 +251,16 @@ class Recorder:
 
         engine.cache.update_and_attend = recording
 
+    def see(self, layer: int, head: int, held: list[int], first: int) -> None:
+        """Tokens from position ``first`` on have attended to the ``held`` positions up to theirs."""
+        keys = np.stack([self.keys[layer][p][head] for p in held])
+        received = self.received[layer, head]
+        for token in range(first, held[-1] + 1):
+            seen = [p for p in held if p <= token]
+            got = attention(keys[: len(seen)], self.queries[layer][token], head, SHAPE.kv_heads)
+            for p, weight in zip(seen, got, strict=True):
+                received[p] = received.get(p, 0.0) + weight
+
     def score(
         self, layer: int, head: int, held: list[int], tokens: int, config: EvictionConfig
     ) -> np.ndarray:
@@ -249,6 +269,8 @@ class Recorder:
             one = replace(config, scope="lane")
             lanes = np.ndindex(SHAPE.layers, SHAPE.kv_heads)
             return np.mean([self.score(*lane, held, tokens, one) for lane in lanes], axis=0)
+        if config.policy == "h2o":
+            return np.array([self.received[layer, head][p] for p in held[: -config.protect]])
         keys = [np.stack([self.keys[layer][p][h] for p in held]) for h in range(SHAPE.kv_heads)]
         queries = np.stack(self.queries[layer][:tokens], axis=1)
         return ORACLES[config.policy](keys, queries, np.array(held), config)[head]
@@ -265,10 +287,10 @@ class Recorder:
         EvictionConfig("rkv", budget=20, headroom=12, scope="global", mix=0.5),
         EvictionConfig("snapkv", budget=20, headroom=12, scope="global"),
         EvictionConfig("tova", budget=20, headroom=12, scope="global"),
-        *(EvictionConfig(name, budget=21, headroom=12) for name in sorted(ORACLES)),
+        *(EvictionConfig(name, budget=21, headroom=12) for name in sorted({"h2o", *ORACLES})),
         *(
             EvictionConfig(name, budget=9, headroom=7, protect=3, window=2, kernel=3)
-            for name in sorted(ORACLES)
+            for name in sorted({"h2o", *ORACLES})
         ),
     ],
     ids=lambda c: "-".join(
@@ -296,6 +318,8 @@ def test_a_policy_in_the_engine_keeps_what_its_oracle_keeps(config):
         position = engine.cache.positions([handle])[0]
         for lane in lanes:
             held[lane] += range(tokens, came)
+            if config.policy == "h2o" and came > tokens:
+                recorder.see(*lane, held[lane], tokens)
             got = sorted(p for p in position[lane].tolist() if p >= 0)
             shuffled |= got != [p for p in position[lane].tolist() if p >= 0]
             if len(held[lane]) >= config.trigger:

@@ -28,6 +28,7 @@ AttendResult AttendOracle(const LaneFixture& cache, const OwnedTensor& query,
           keys.back().push_back(cache.Key(rows[s], layer, h, r, d));
           values.back().push_back(cache.Value(rows[s], layer, h, r, d));
         }
+      result.received.emplace_back(static_cast<size_t>(cache.Len(rows[s], layer, h)));
     }
     for (int64_t t = cu_tokens[s]; t < cu_tokens[s + 1]; ++t)
       for (int64_t h = 0; h < q_heads; ++h) {
@@ -46,6 +47,9 @@ AttendResult AttendOracle(const LaneFixture& cache, const OwnedTensor& query,
         for (double x : logit) sum += std::exp(x - max);
         for (int64_t r = 0; r < seen; ++r) {
           const double weight = std::exp(logit[static_cast<size_t>(r)] - max) / sum;
+          const size_t lane = s * static_cast<size_t>(cache.shape().kv_heads);
+          result.received[lane + static_cast<size_t>(h / group)][static_cast<size_t>(r)] +=
+              weight / static_cast<double>(group);
           for (int64_t d = 0; d < head_dim; ++d)
             result.out[static_cast<size_t>((t * q_heads + h) * head_dim + d)] +=
                 weight * value[at(r, d)];

@@ -11,6 +11,8 @@ namespace kvcore {
 struct AttendResult {
   std::vector<double> out;  // [tokens, q_heads, head_dim]
   std::vector<double> lse;  // [tokens, q_heads]
+  // [seqs * kv_heads][slots]: what each slot gets from all tokens, a mean over the group
+  std::vector<std::vector<double>> received;
 };
 
 // query is [tokens, q_heads, head_dim]; rows and cu_tokens as in ops/batch.h.

@@ -1,6 +1,7 @@
 #include "support/lane_fixture.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <numeric>
 
@@ -127,6 +128,10 @@ LaneFixture::LaneFixture(const LaneShape& shape, const std::vector<int32_t>& len
   value_blocks.Fill(nan);
   position = OwnedTensor(DType::kI32, {blocks, kBlockSlots});
   position.Fill(std::numeric_limits<int32_t>::min());
+  if (s.attention_sum) {
+    attention_sum = OwnedTensor(DType::kF32, {blocks, kBlockSlots});
+    attention_sum.Fill(nan);
+  }
   block_table = OwnedTensor(DType::kI32, {s.rows, s.layers, s.kv_heads, s.max_blocks});
   block_table.Fill(kUnusedTableEntry);
   lane_len = OwnedTensor(DType::kI32, {s.rows, s.layers, s.kv_heads});
@@ -160,6 +165,9 @@ LaneFixture::LaneFixture(const LaneShape& shape, const std::vector<int32_t>& len
         if (n > 0) positions[rng() % static_cast<uint64_t>(n)] = total - 1;
         for (int64_t slot = 0; slot < n; ++slot) {
           SetPosition(row, layer, head, slot, positions[static_cast<size_t>(slot)]);
+          if (s.attention_sum)
+            attention_sum.Set({Block(row, layer, head, slot), slot % kBlockSlots},
+                              std::fabs(normal(rng)));
           for (int64_t d = 0; d < s.head_dim; ++d) {
             SetKey(row, layer, head, slot, d, normal(rng));
             SetValue(row, layer, head, slot, d, normal(rng));
@@ -190,6 +198,7 @@ KvCacheView LaneFixture::view() const {
   v.lane_len = lane_len.view();
   v.seq_len = seq_len.view();
   if (shape_.window > 0) v.query_ring = query_ring.view();
+  if (shape_.attention_sum) v.attention_sum = attention_sum.view();
   v.head_dim = shape_.head_dim;
   return v;
 }
@@ -214,6 +223,10 @@ double LaneFixture::Value(int64_t row, int64_t layer, int64_t head, int64_t slot
 
 int64_t LaneFixture::Position(int64_t row, int64_t layer, int64_t head, int64_t slot) const {
   return static_cast<int64_t>(position.Get({Block(row, layer, head, slot), slot % kBlockSlots}));
+}
+
+double LaneFixture::AttentionSum(int64_t row, int64_t layer, int64_t head, int64_t slot) const {
+  return attention_sum.Get({Block(row, layer, head, slot), slot % kBlockSlots});
 }
 
 void LaneFixture::SetKey(int64_t row, int64_t layer, int64_t head, int64_t slot, int64_t dim,

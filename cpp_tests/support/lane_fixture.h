@@ -45,8 +45,9 @@ struct LaneShape {
   DType dtype = DType::kF32;
   int64_t rows = 1, layers = 1, kv_heads = 1, q_heads = 1;
   int64_t head_dim = 16, max_blocks = 8;
-  int64_t window = 0;        // query ring; 0 = none
-  int64_t spare_blocks = 3;  // blocks that no lane uses
+  int64_t window = 0;          // query ring; 0 = none
+  int64_t spare_blocks = 3;    // blocks that no lane uses
+  bool attention_sum = false;  // random in live slots
 };
 
 class LaneFixture {
@@ -73,7 +74,10 @@ class LaneFixture {
   // REQUIRES: spare blocks and table entries suffice.
   void Extend(int64_t row, int64_t count);
 
+  double AttentionSum(int64_t row, int64_t layer, int64_t head, int64_t slot) const;
+
   OwnedTensor key_blocks, value_blocks, position, block_table, lane_len, seq_len, query_ring;
+  OwnedTensor attention_sum;
 
  private:
   LaneShape shape_;

@@ -146,8 +146,8 @@ class RkvStream {
     attend.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(shape_.head_dim)));
     attend.observe_rkv = true;
     attend.rkv = shape_.rkv;
-    std::vector<uint8_t> scratch(
-        static_cast<size_t>(AttendScratchBytes(view(), NumThreads())), 0xcd);
+    std::vector<uint8_t> scratch(static_cast<size_t>(AttendScratchBytes(view(), NumThreads())),
+                                 0xcd);
     attend.scratch = MakeView(scratch.data(), DType::kU8, {static_cast<int64_t>(scratch.size())});
     AttendCpu(view(), attend, 0);
     last_out_ = out;

@@ -37,7 +37,7 @@ void Attend(const BoundStore& s, int64_t layer, const TensorArg<"query">& query,
             const TensorArg<"out">& out, const OptionalTensorArg<"lse">& lse,
             const TensorArg<"scratch">& scratch, const TensorArg<"rows">& rows,
             const TensorArg<"cu_tokens">& cu_tokens, float scale,
-            const std::optional<RkvSettings>& observe_rkv, Stream stream) {
+            const std::optional<RkvSettings>& observe_rkv, bool accumulate, Stream stream) {
   AttendParams p;
   p.query = query;
   p.out = out;
@@ -48,6 +48,7 @@ void Attend(const BoundStore& s, int64_t layer, const TensorArg<"query">& query,
   p.scale = scale;
   p.observe_rkv = observe_rkv.has_value();
   if (observe_rkv) p.rkv = *observe_rkv;
+  p.accumulate = accumulate;
   OpsOf(s).attend(s.store.view(), p, stream);
 }
 
@@ -157,7 +158,8 @@ void BindOps(py::module_& m) {
         py::arg("stream") = 0, NoGil());
   m.def("attend", &Attend, py::arg("store"), py::arg("layer"), py::arg("query"), py::arg("out"),
         py::arg("lse"), py::arg("scratch"), py::arg("rows"), py::arg("cu_tokens"), py::arg("scale"),
-        py::arg("observe_rkv") = py::none(), py::arg("stream") = 0, NoGil());
+        py::arg("observe_rkv") = py::none(), py::arg("accumulate") = false, py::arg("stream") = 0,
+        NoGil());
   py::class_<RkvSettings>(m, "RkvSettings")
       .def(py::init([](int64_t protect, int64_t kernel, float mix, float threshold) {
              return RkvSettings{protect, kernel, mix, threshold};

@@ -138,6 +138,8 @@ void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream) {
                     RowOf(p.value, cu[s] + t, head), static_cast<size_t>(head_dim * element));
         view.position.ptr<int32_t>()[block * kBlockSlots + slot] =
             static_cast<int32_t>(first_position + t);
+        if (!view.attention_sum.empty())
+          view.attention_sum.ptr<float>()[block * kBlockSlots + slot] = 0;
       }
     }
   });

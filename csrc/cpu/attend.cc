@@ -22,16 +22,23 @@ int64_t TileBytes(int64_t head_dim) {
   return (bytes + kAlign - 1) / kAlign * kAlign;
 }
 
-// What a thread needs for one lane of the fused R-KV pass: products, and the state's own scratch.
+// What a thread needs to observe a lane: products of rows with slots, and for the fused R-KV pass
+// the state's own scratch.
 struct ObservedScratch {
   int64_t stride = 0, kept_bytes = 0, bytes = 0;
 
   explicit ObservedScratch(const KvCacheView& view) {
-    if (view.lane_state.empty() || view.num_kv_heads() == 0) return;
-    const int64_t capacity = view.StateLayout().capacity;
-    stride = capacity + 16;
-    kept_bytes = 4 * stride * kRkvKeptRows;
-    bytes = (kept_bytes + 4 * RkvScratchFloats(capacity) + kAlign - 1) / kAlign * kAlign;
+    int64_t own_bytes = 0;
+    if (!view.attention_sum.empty()) {
+      stride = view.max_blocks() * kBlockSlots + 16;
+      kept_bytes = 4 * stride * kAttendTileRows;
+    } else if (!view.lane_state.empty()) {
+      const int64_t capacity = view.StateLayout().capacity;
+      stride = capacity + 16;
+      kept_bytes = 4 * stride * kRkvKeptRows;
+      own_bytes = 4 * RkvScratchFloats(capacity);
+    }
+    bytes = (kept_bytes + own_bytes + kAlign - 1) / kAlign * kAlign;
   }
 };
 
@@ -49,6 +56,13 @@ struct Plan {
   int64_t kv_heads = 0;
   int64_t work = 0;  // multiply-adds, roughly
 
+  // First tile of a lane, counted by sequence and kv head; the one past the last has none.
+  int64_t FirstOfLane(int64_t lane) const {
+    const size_t seq = static_cast<size_t>(lane / kv_heads);
+    if (seq + 1 == first_tile.size()) return first_tile[seq];
+    const int64_t tiles_per_head = (first_tile[seq + 1] - first_tile[seq]) / kv_heads;
+    return first_tile[seq] + lane % kv_heads * tiles_per_head;
+  }
   Place Locate(int64_t i) const {
     const auto next = std::upper_bound(first_tile.begin(), first_tile.end(), i);
     const int64_t tiles_per_head = (next[0] - next[-1]) / kv_heads, local = i - next[-1];
@@ -131,6 +145,9 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
       << "scratch: expected at least " << scratch_bytes << " bytes for " << threads
       << " threads, got " << p.scratch.shape[0];
   const int64_t group = q_heads / view.num_kv_heads();
+  KV_CHECK(!p.accumulate || !view.attention_sum.empty())
+      << "accumulate: the cache keeps no attention_sum";
+  KV_CHECK(!p.accumulate || !p.observe_rkv) << "accumulate: expected false with observe_rkv";
   if (p.observe_rkv) CheckObserved(view, p, group);
   const Plan plan = MakePlan(view, p, group);
 
@@ -138,7 +155,8 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
   const auto of_type = [&](const AttendKernelsOfTypes& k) {
     return view.dtype() == DType::kF32 ? k.f32 : view.dtype() == DType::kBF16 ? k.bf16 : k.f16;
   };
-  const auto run = of_type(kernels.plain), run_observed = of_type(kernels.rkv);
+  const auto run = of_type(p.accumulate ? kernels.sum : kernels.plain);
+  const auto run_observed = of_type(kernels.rkv);
   const ObservedScratch observed(view);
   const RkvStateLayout state = view.StateLayout();
   const int64_t thread_bytes = TileBytes(view.head_dim) + observed.bytes;
@@ -152,7 +170,7 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
                             : std::max<int64_t>({1, num_tiles * kMinRangeWork / (plan.work + 1),
                                                  num_tiles / (threads * kRangesPerThread)});
 
-  ParallelFor(num_tiles, grain, [&](int64_t begin, int64_t end, int thread_id) {
+  const auto run_tiles = [&](int64_t begin, int64_t end, int thread_id) {
     AttendTile tile;
     tile.key_blocks = view.key_blocks.data;
     tile.value_blocks = view.value_blocks.data;
@@ -171,6 +189,7 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
     tile.kept = reinterpret_cast<float*>(kept);
     tile.kept_stride = observed.stride;
     tile.rkv = &rkv;
+    tile.attention_sum = view.attention_sum.ptr<float>();
     const int32_t* rows = p.batch.rows.ptr<int32_t>();
     const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
     const int32_t* lane_len = view.lane_len.ptr<int32_t>();
@@ -220,7 +239,17 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
       tile.elected = view.replace.ptr<int32_t>() + lane;
       run_observed(tile);
     }
-  });
+  };
+  if (!p.accumulate) {
+    ParallelFor(num_tiles, grain, run_tiles);
+    return;
+  }
+  // A lane's tokens add to the same sums: one thread takes them, in their order.
+  const int64_t lanes = p.batch.rows.shape[0] * view.num_kv_heads();
+  ParallelFor(lanes, std::max<int64_t>(1, grain * lanes / num_tiles),
+              [&](int64_t begin, int64_t end, int thread_id) {
+                run_tiles(plan.FirstOfLane(begin), plan.FirstOfLane(end), thread_id);
+              });
 }
 
 }  // namespace kvcore

@@ -39,9 +39,10 @@ struct AttendTile {
   float scale;
   float* scratch;  // AttendTileScratchFloats, 64-byte aligned
 
-  // What the R-KV observer needs; the tile then is all rows of a single token.
-  float* kept;  // [kRkvKeptRows][kept_stride], 64-byte aligned
+  // What observers need. R-KV's tile is all rows of a single token.
+  float* kept;  // [kRkvKeptRows or kAttendTileRows][kept_stride], 64-byte aligned
   int64_t kept_stride;
+  float* attention_sum;  // block b at b * 16
   const RkvLane* rkv;
   const void* replaced_key;  // T [head_dim]
   int32_t position;          // of the token
@@ -64,7 +65,7 @@ struct AttendKernelsOfTypes {
   void (*f16)(const AttendTile& tile);
 };
 struct AttendKernels {
-  AttendKernelsOfTypes plain, rkv;  // by observer
+  AttendKernelsOfTypes plain, rkv, sum;  // by observer
   // y[i] = exp(x[i]) for x <= 80 as the softmax computes it: relative error below 2e-7, exactly 0
   // under -87. For tests. n is a multiple of 16.
   void (*exp)(const float* x, float* y, int64_t n);

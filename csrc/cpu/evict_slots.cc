@@ -31,6 +31,9 @@ struct Lane {
                 static_cast<size_t>(d * element));
     int32_t* position = view.position.ptr<int32_t>();
     position[dst * kBlockSlots + dst_slot] = position[src * kBlockSlots + src_slot];
+    if (view.attention_sum.empty()) return;
+    float* sum = view.attention_sum.ptr<float>();
+    sum[dst * kBlockSlots + dst_slot] = sum[src * kBlockSlots + src_slot];
   }
 };
 

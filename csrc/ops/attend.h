@@ -18,6 +18,11 @@ struct AttendParams {
   RaggedBatch batch;
   int64_t layer = 0;
   float scale = 1.0f;
+  // Adds every token's attention, the mean over the query heads of a kv head, to `attention_sum` of
+  // the slots it sees: in order of position, in float, the same bits however tokens are batched.
+  bool accumulate = false;
+  // Keeps lane_state of the lanes whose token came alone and has replaced a slot, and elects the
+  // slot that the next one replaces (rkv_state.h). One of the two at most.
   bool observe_rkv = false;
   RkvSettings rkv;
 };

@@ -21,8 +21,11 @@ struct KvCacheView {
   TensorView seq_len;       // i32 [rows], tokens ever appended = position of the next token
   TensorView query_ring;    // T   [rows, layers, q_heads, window, head_dim] or empty; the query at
                             //     position p lies at p % window, after RoPE
-  TensorView replace;     // i32 [rows, layers, kv_heads] or empty: slot that the lane's next token
-                          //     overwrites when it comes alone; < 0 = it is appended
+  TensorView replace;  // i32 [rows, layers, kv_heads] or empty: slot that the lane's next token
+                       //     overwrites when it comes alone; < 0 = it is appended
+  TensorView
+      attention_sum;      // f32 [blocks, 16] or empty: attention that each live slot has got, see
+                          //     AttendParams.accumulate
   TensorView lane_state;  // u8  [rows, layers, kv_heads, bytes] or empty: what the fused R-KV pass
                           //     keeps of lanes with replace >= 0; layout of rkv_state.h
   int64_t state_slots = 0;  // longest lane that lane_state can describe
@@ -88,6 +91,11 @@ struct KvCacheView {
           .DType(DType::kI32)
           .Contiguous()
           .Check(replace, "replace", &dims);
+    if (!attention_sum.empty())
+      MatchTensor({"blocks", "16"})
+          .DType(DType::kF32)
+          .Contiguous()
+          .Check(attention_sum, "attention_sum", &dims);
     if (!lane_state.empty()) {
       MatchTensor({"rows", "layers", "kv_heads", "state_bytes"})
           .DType(DType::kU8)

@@ -62,7 +62,8 @@ class Executor:
             for seq, count in zip(plan.seqs, plan.counts, strict=True):
                 if seq.handle is None:
                     continue
-                if store.has_replaced(seq.handle):  # what was overwritten is fed again
+                # What was overwritten, or has added attention, is fed again.
+                if store.has_replaced(seq.handle) or self._cache.attention_sum is not None:
                     self.drop_cache(seq)
                 else:
                     store.truncate(seq.handle, count)

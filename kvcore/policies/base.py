@@ -20,10 +20,12 @@ class Policy(ABC):
     Attributes:
         name: as given to ``EvictionConfig.policy``.
         observes: whether it reads the query ring.
+        accumulates: whether it reads the attention that entries have got.
     """
 
     name: ClassVar[str]
     observes: ClassVar[bool] = False
+    accumulates: ClassVar[bool] = False
 
     def __init__(self, config: EvictionConfig) -> None:
         """Raises ``ValueError``: settings that this policy cannot work with."""
@@ -52,6 +54,17 @@ class Policy(ABC):
         Raises:
             ValueError: the cache holds keys that are not finite.
         """
+
+
+def spare_newest(score: Tensor, position: Tensor, protect: int) -> Tensor:
+    """``score`` [..., slots] with +inf for the ``protect`` newest of ``position`` and -inf past a
+    lane's end, where positions are negative. Changes it in place.
+    """
+    count = min(protect, position.shape[-1])
+    newest = position.topk(count, dim=-1).values[..., -1:]
+    score[position >= newest] = torch.inf
+    score[position < 0] = -torch.inf  # which short lanes count among their newest
+    return score
 
 
 def evict(policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]) -> int:

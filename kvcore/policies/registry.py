@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcore.config import EvictionConfig
 from kvcore.policies.base import Policy
+from kvcore.policies.h2o import H2O
 from kvcore.policies.keydiff import KeyDiff
 from kvcore.policies.knorm import KNorm
 from kvcore.policies.random import RandomPolicy
@@ -15,6 +16,7 @@ from kvcore.policies.tova import Tova
 _POLICIES: tuple[type[Policy], ...] = (
     RKV,
     SnapKV,
+    H2O,
     Tova,
     KNorm,
     KeyDiff,

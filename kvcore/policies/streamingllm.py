@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from kvcore.cache import KVCache
 from kvcore.config import EvictionConfig, require_int
-from kvcore.policies.base import Policy
+from kvcore.policies.base import Policy, spare_newest
 
 SINKS = 4
 _ABOVE_ALL = float(2**24)  # positions below it are exact floats
@@ -32,8 +31,4 @@ class StreamingLLM(Policy):
         position = cache.positions(seqs)
         score = position.float()
         score[position < SINKS] = _ABOVE_ALL
-        protect = min(self.config.protect, position.shape[-1])
-        newest = position.topk(protect, dim=-1).values[..., -1:]
-        score[position >= newest] = torch.inf
-        score[position < 0] = -torch.inf  # past the end, which short lanes count among their newest
-        return score
+        return spare_newest(score, position, self.config.protect)

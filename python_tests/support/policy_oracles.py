@@ -37,6 +37,19 @@ def keydiff(keys, queries, positions, config):
     return np.array(rows)
 
 
+def attention(keys, query, head, kv_heads):
+    """[n]: what ``query`` [q_heads, dim] gives each of ``keys`` [n, dim] of one kv head, a mean over
+    the head's query heads.
+    """
+    group = len(query) // kv_heads
+    total = np.zeros(len(keys))
+    for q in query[head * group : (head + 1) * group]:
+        logit = np.array([float(q @ k) for k in keys]) / math.sqrt(len(q))
+        weight = np.exp(logit - logit.max())
+        total += weight / weight.sum() / group
+    return total
+
+
 def tova(keys, queries, positions, config):
     past = len(positions) - config.protect
     q_heads, _, dim = queries.shape

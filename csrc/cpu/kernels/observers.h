@@ -24,6 +24,38 @@ struct NoObserver {
   KV_INLINE void Finish(const float*, const float*) {}
 };
 
+// Attention that slots have got (AttendParams.accumulate).
+struct SumObserver {
+  static constexpr int kExtraRows = 0;
+  KV_INLINE explicit SumObserver(const AttendTile& tile) : t(tile) {}
+  template <typename T>
+  KV_INLINE void PackExtra(float*) {}
+
+  KV_INLINE void See(const float* s, int64_t first, int64_t count, int64_t start,
+                     int64_t num_slots) {
+    for (int64_t r = 0; r < count; ++r)
+      for (int64_t j = 0; j < num_slots; j += kWidth)
+        Store(t.kept + (first + r) * t.kept_stride + start + j, Load<F>(s + r * kScoreStride + j));
+  }
+
+  template <typename T>
+  KV_INLINE void Finish(const float* max, const float* sum) {
+    for (int64_t r = 0; r < t.num_rows; ++r) {
+      const int64_t limit = t.limit + (t.first_row + r) / t.group;
+      const float share = 1.0f / (sum[r] * static_cast<float>(t.group));
+      const float* const kept = t.kept + r * t.kept_stride;
+      for (int64_t j = 0; j < limit; j += kWidth) {
+        const F live = ExpBelow80<kWidth>(Load<F>(kept + j) * t.scale - max[r]) * share;
+        const F got = Iota<kWidth>() < static_cast<int32_t>(limit - j) ? live : F{};
+        float* const to = t.attention_sum + int64_t{t.table[j / kBlock]} * kBlock + j % kBlock;
+        Store(to, Load<F>(to) + got);
+      }
+    }
+  }
+
+  const AttendTile& t;
+};
+
 // The state of R-KV (ops/rkv_state.h), for a lane whose token has just overwritten a slot.
 struct RkvObserver {
   static constexpr int kExtraRows = 2;  // the new key, the key it has replaced

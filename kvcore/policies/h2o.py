@@ -1,0 +1,34 @@
+"""H2O: what has got the most attention is kept (arXiv 2306.14048)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcore.cache import KVCache
+from kvcore.policies.base import Policy, spare_newest
+
+
+class H2O(Policy):
+    """Attention summed over all tokens that saw an entry, its own included, while it was cached.
+
+    Old entries had more time to collect. Where the original adds up per query head and masks, this
+    takes the mean over the query heads of a kv head and frees.
+    """
+
+    name = "h2o"
+    accumulates = True
+
+    def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
+        score = cache.attention_sums(seqs)
+        bad = (score.isnan() | (score == torch.inf)).nonzero()
+        if len(bad):
+            seq, layer, head, _ = bad[0].tolist()
+            row = int(cache.rows(seqs)[seq])
+            raise ValueError(
+                f"h2o: expected finite attention, got NaN or infinity in row {row}, layer {layer}, "
+                f"kv head {head}"
+            )
+        return spare_newest(score, cache.positions(seqs), self.config.protect)
