@@ -65,7 +65,7 @@ TEST_F(KvStoreReplaceTest, OnlyLanesWithoutASlotGrowByASingleToken) {
   EXPECT_EQ(Len(seq, 1), 33);
   EXPECT_EQ(store_->SeqLen(seq), 33);
   EXPECT_EQ(store_->FreeBlocks(), free - 1);
-  EXPECT_TRUE(store_->HasReplaced(seq));
+  EXPECT_EQ(store_->NumReplaced(seq), 1);
 }
 
 TEST_F(KvStoreReplaceTest, AFullTableIsNoLimitToLanesThatDoNotGrow) {
@@ -90,7 +90,7 @@ TEST_F(KvStoreReplaceTest, SeveralTokensAreAppendedAndForgetTheSlot) {
     EXPECT_EQ(Len(seq, h), 22);
     EXPECT_EQ(Replaced(seq, h), -1);
   }
-  EXPECT_FALSE(store_->HasReplaced(seq));
+  EXPECT_EQ(store_->NumReplaced(seq), 0);
   store_->Truncate(seq, 2);
   EXPECT_EQ(Len(seq, 0), 20);
 }

@@ -38,8 +38,8 @@ class KvStore:
         state_slots: int = 0,
         attention_sum: Tensor | None = None,
     ) -> None: ...
-    def has_replaced(self, seq: int) -> bool:
-        """The last extend overwrites a slot: it cannot be undone."""
+    def num_replaced(self, seq: int) -> int:
+        """Slots that the last extend overwrites; it cannot be undone if there are any."""
 
     def create(self) -> int: ...
     def release(self, seq: int) -> None: ...

@@ -59,11 +59,13 @@ def test_a_full_lane_exchanges_one_entry_per_token_and_nothing_moves(model, evic
         before = after
         steps += 1
     assert steps > 100
+    assert engine.stats.evicted_slots == steps * before[0].flatten(0, 1).shape[0]
     assert engine.free_blocks == blocks and engine.cache_len(seq) == BOUND
 
 
-def test_the_fused_pass_elects_what_direct_scoring_elects(model):
-    eviction = STEADY["rkv"]
+@pytest.mark.parametrize("policy", ["rkv", "snapkv"])
+def test_the_fused_pass_elects_what_direct_scoring_elects(model, policy):
+    eviction = STEADY[policy]
     engine = Engine(model, small_config(), eviction=eviction)
     assert engine.cache.lane_state is not None
     seqs = [engine.add(p, sampled(150, key=i)) for i, p in enumerate(make_prompts([10, 60, 30]))]
@@ -85,8 +87,9 @@ def test_the_fused_pass_elects_what_direct_scoring_elects(model):
     assert compared > 1000
 
 
-def test_chunks_forks_and_commits_keep_the_election_exact(model):
-    eviction = STEADY["rkv"]
+@pytest.mark.parametrize("policy", ["rkv", "snapkv"])
+def test_chunks_forks_and_commits_keep_the_election_exact(model, policy):
+    eviction = STEADY[policy]
     engine = Engine(model, small_config(), eviction=eviction)
     direct = make_policy(eviction)
     root = engine.add(make_prompts([70])[0])

@@ -101,7 +101,7 @@ void BindStore(py::module_& m) {
              Stream stream) { return s.store.Evict(seqs, drop, drop_count, stream); },
           py::arg("seqs"), py::arg("drop"), py::arg("drop_count"), py::arg("stream") = 0, NoGil())
       .def(
-          "has_replaced", [](const BoundStore& s, SeqId seq) { return s.store.HasReplaced(seq); },
+          "num_replaced", [](const BoundStore& s, SeqId seq) { return s.store.NumReplaced(seq); },
           py::arg("seq"))
       .def(
           "row", [](const BoundStore& s, SeqId seq) { return s.store.Row(seq); }, py::arg("seq"))

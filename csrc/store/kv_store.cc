@@ -138,10 +138,13 @@ void KvStore::Extend(const std::vector<SeqId>& seqs, const std::vector<int64_t>&
     open_may_be_shared_[row] = 0;
     if (num_lanes_ == 0) continue;
     int32_t* lens = &LaneLen(row, 0);
-    last_replaced_[row] = count == 1 && Replaces(row);
-    if (last_replaced_[row]) {
+    last_replaced_[row] = 0;
+    if (count == 1 && Replaces(row)) {
       for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-        if (view_.Replaced(row * num_lanes_ + lane) >= 0) continue;
+        if (view_.Replaced(row * num_lanes_ + lane) >= 0) {
+          ++last_replaced_[row];
+          continue;
+        }
         if (lens[lane] % kBlockSlots == 0)
           Table(row, lane)[lens[lane] / kBlockSlots] = pool_.Allocate();
         ++lens[lane];

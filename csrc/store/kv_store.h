@@ -62,8 +62,8 @@ class KvStore {
   int64_t Evict(const std::vector<SeqId>& seqs, const TensorView& drop,
                 const TensorView& drop_count, Stream stream = 0);
 
-  // The last Extend of the sequence overwrites a slot: it cannot be undone.
-  bool HasReplaced(SeqId seq) const { return last_replaced_[Row(seq)] != 0; }
+  // Slots that the last Extend of the sequence overwrites; it cannot be undone if there are any.
+  int64_t NumReplaced(SeqId seq) const { return last_replaced_[Row(seq)]; }
   int64_t Row(SeqId seq) const;         // index into the view's tensors
   int64_t SeqLen(SeqId seq) const;      // tokens ever appended
   int64_t MaxLaneLen(SeqId seq) const;  // longest lane, slots
@@ -107,7 +107,7 @@ class KvStore {
   // Per row: some lane's open (partly filled) block may have other owners. Only shrinking a row
   // that shares full blocks brings this about, so Extend need not look at tables otherwise.
   std::vector<uint8_t> open_may_be_shared_;
-  std::vector<uint8_t> last_replaced_;  // per row: the last Extend overwrites a slot
+  std::vector<int32_t> last_replaced_;  // per row: slots that the last Extend overwrites
   SeqId next_seq_ = 0;
   int64_t num_lanes_ = 0;  // lanes of one row
 };

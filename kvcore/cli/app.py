@@ -124,7 +124,7 @@ def solve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Policy: rkv, snapkv, tova, knorm, keydiff, streamingllm, random or full; "
+            help="Policy: rkv, snapkv, h2o, tova, knorm, keydiff, streamingllm, random or full; "
             "rkv if --budget is given, else full.",
         ),
     ] = None,

@@ -54,13 +54,16 @@ class Engine:
                 f"context_len: expected at most the model's {model.context_len}, "
                 f"got {self.context_len}"
             )
-        self._cache = _make_cache(model, config, self.context_len, make_policy(self.eviction))
+        policy = make_policy(self.eviction)
+        self._cache = _make_cache(model, config, self.context_len, policy)
         evicts = self.eviction.evicts
         self._scheduler = Scheduler(
             self._cache, evicts=evicts, max_batched_tokens=config.max_batched_tokens
         )
         self._generator = Generator(model, detector, self.context_len)
-        self._executor = Executor(model, self._cache, self.eviction, self._generator, self.stats)
+        self._executor = Executor(
+            model, self._cache, self.eviction, policy, self._generator, self.stats
+        )
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
         self._events: list[StepEvent] = []  # found outside a forward, delivered by the next step
@@ -329,6 +332,6 @@ def _steady(policy: Policy | None, shape: CacheShape) -> dict[str, Any]:
         return {}
     if not policy.is_fused:
         return {"replaces": True}
-    observe = _C.RkvSettings(config.protect, config.kernel, config.mix, config.threshold)
+    observe = _C.RkvSettings(config.protect, config.kernel, policy.mix, config.threshold)
     slots = max(budgets) + config.protect
     return {"replaces": True, "observe": observe, "state_slots": slots}

@@ -107,7 +107,7 @@ class EngineStats:
     recomputed_tokens: int = 0  # replayed after a preemption
     preemptions: int = 0
     evictions: int = 0  # eviction events (one sequence, all lanes)
-    evicted_slots: int = 0  # slots of one lane
+    evicted_slots: int = 0  # slots of one lane, overwritten ones included
     decode_steps: int = 0  # forwards
     forward_seconds: float = 0.0
     total_seconds: float = 0.0

@@ -16,7 +16,7 @@ from kvcore.engine.sampling import token_logprobs
 from kvcore.engine.scheduler import Plan
 from kvcore.engine.sequence import Sequence
 from kvcore.models.loader import LoadedModel
-from kvcore.policies import elect, evict, make_policy
+from kvcore.policies import Policy, elect, evict
 
 
 class Executor:
@@ -27,13 +27,14 @@ class Executor:
         model: LoadedModel,
         cache: KVCache,
         eviction: EvictionConfig,
+        policy: Policy | None,
         generator: Generator,
         stats: EngineStats,
     ) -> None:
         self._vocab = model.vocab
         self._cache = cache
         self._eviction = eviction
-        self._policy = make_policy(eviction)
+        self._policy = policy
         self._generator = generator
         self._runner = ModelRunner(model, cache)
         self._stats = stats
@@ -63,12 +64,13 @@ class Executor:
                 if seq.handle is None:
                     continue
                 # What was overwritten, or has added attention, is fed again.
-                if store.has_replaced(seq.handle) or self._cache.attention_sum is not None:
+                if store.num_replaced(seq.handle) > 0 or self._cache.attention_sum is not None:
                     self.drop_cache(seq)
                 else:
                     store.truncate(seq.handle, count)
             raise
         self._stats.forward_seconds += time.perf_counter() - begin
+        self._stats.evicted_slots += sum(store.num_replaced(handle) for handle in handles)
         self._stats.decode_steps += 1
         self._note_memory()
         pieces = self._advance(plan)

@@ -40,6 +40,11 @@ class Policy(ABC):
         return False
 
     @property
+    def mix(self) -> float:
+        """Weight of importance against redundancy; REQUIRES a fused policy."""
+        raise NotImplementedError(self.name)
+
+    @property
     def window(self) -> int:
         """Queries that the cache keeps for it."""
         return self.config.window if self.observes else 0

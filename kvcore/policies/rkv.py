@@ -18,6 +18,10 @@ class RKV(Policy):
     observes = True
 
     @property
+    def mix(self) -> float:
+        return self.config.mix
+
+    @property
     def is_fused(self) -> bool:
         """The exact form and nothing besides it; other settings score anew for every token."""
         config = self.config
@@ -32,7 +36,7 @@ class RKV(Policy):
             cache.longest_lane(seqs),
             protect=self.config.protect,
             kernel=self.config.kernel,
-            mix=self.config.mix,
+            mix=self.mix,
             threshold=self.config.threshold,
             pool_first=self.config.pool_first,
         )
