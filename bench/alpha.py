@@ -81,7 +81,7 @@ class Lanes:
         return query[-1:]
 
     def token(self) -> float:
-        """Takes in one token in all layers. Returns the mean time that a layer attended, seconds."""
+        """Takes in one token in all layers. Returns a layer's mean time to attend, in seconds."""
         assert self.cache.replace is not None
         if not self.observed:
             self.tokens += 1

@@ -1,14 +1,15 @@
 """Every evictor in both cadences at the same bound, on the embedded demo or on GSM8K questions.
 
     python bench/evictors.py demo --json docs/results/evictors_demo.json
-    python bench/evictors.py gsm8k --base DIR --data gsm8k.jsonl --json docs/results/evictors_gsm8k.json
+    python bench/evictors.py gsm8k --base DIR --data gsm8k.jsonl --json FILE
     python bench/evictors.py gsm8k --base DIR --helper DIR --data gsm8k.jsonl --json FILE
 
-One sample per problem (N = 1) of the base model with its cache evicted; with a helper also KV-Rescue
-of one candidate each. A lane never holds more than budget + room slots: in the sawtooth the room is
-headroom above the ``protect`` newest, in the steady cadence all of it holds the newest entries. The
-policy "random" is the control. The JSON file is written after every run; a command with the same
-settings goes on where it ends, so that policies and budgets can be added. The table is printed last.
+One sample per problem (N = 1) of the base model with its cache evicted; with a helper also
+KV-Rescue of one candidate each. A lane never holds more than budget + room slots: in the sawtooth
+the room is headroom above the ``protect`` newest, in the steady cadence all of it holds the newest
+entries. The policy "random" is the control. The JSON file is written after every run; a command
+with the same settings goes on where it ends, so that policies and budgets can be added. The table
+is printed last.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """R-KV on the keys of a real model: similar pairs, the fused pass, approximations.
 
-    python bench/real_keys.py --model DIR --data gsm8k_train.jsonl --json docs/results/real_keys.json
+    python bench/real_keys.py --model DIR --data gsm8k_train.jsonl --json FILE
 
 Texts are chains of solved GSM8K questions. Printed, in this order:
 
     similar     share of key pairs whose cosine is above the threshold, per layer
-    fused       every election of the steady cadence (budget 64 + 128 newest), token by token over all
-                texts and lanes, against direct scoring of the same cache
+    fused       every election of the steady cadence (budget 64 + 128 newest), token by token over
+                all texts and lanes, against direct scoring of the same cache
     agreement   entries that an approximation keeps in common with exact R-KV, of those kept: one
                 eviction of n entries down to a budget (the 8 newest besides), in double
 """
@@ -226,7 +226,7 @@ def main() -> None:
     for n, budget in EVENTS:
         feeder.feed(n - feeder.fed)
         keys, queries = feeder.lanes()
-        shares, common = [], {name: 0.0 for name in APPROXIMATIONS}
+        shares, common = [], dict.fromkeys(APPROXIMATIONS, 0.0)
         layers = feeder.shape.layers
         for layer in range(layers):
             k, q = keys[:, layer], queries[:, layer]

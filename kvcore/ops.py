@@ -64,7 +64,19 @@ def attend(
     attention it gets (csrc/ops/attend.h).
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    _C.attend(store, layer, query, out, None, scratch, batch.rows, batch.cu_tokens, scale, observe, accumulate)
+    _C.attend(
+        store,
+        layer,
+        query,
+        out,
+        None,
+        scratch,
+        batch.rows,
+        batch.cu_tokens,
+        scale,
+        observe,
+        accumulate,
+    )
     return out
 
 

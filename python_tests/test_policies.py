@@ -252,7 +252,7 @@ class Recorder:
         engine.cache.update_and_attend = recording
 
     def see(self, layer: int, head: int, held: list[int], first: int) -> None:
-        """Tokens from position ``first`` on have attended to the ``held`` positions up to theirs."""
+        """Tokens from position ``first`` on have attended to ``held`` positions up to theirs."""
         keys = np.stack([self.keys[layer][p][head] for p in held])
         received = self.received[layer, head]
         for token in range(first, held[-1] + 1):

@@ -79,6 +79,7 @@ class KvStore {
   void CheckIntegrity() const;
 
  private:
+  static TensorView IdsView(std::vector<int32_t>& ids);
   struct ExtendPlan;
 
   int32_t* Table(int64_t row, int64_t lane) const;  // lane = layer * kv_heads + head

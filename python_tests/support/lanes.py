@@ -102,3 +102,8 @@ class Lanes:
             blocks = self.block_table[row, layer, head, : -(-length // BLOCK_SLOTS)].long()
             lanes.append(self.position[blocks].flatten()[:length].long())
         return torch.stack(lanes)
+
+
+def small_lanes(**changes: int) -> Lanes:
+    settings = {"kv_heads": 2, "q_heads": 4, "head_dim": 8, "window": 4, "max_slots": 64}
+    return Lanes(**(settings | changes))

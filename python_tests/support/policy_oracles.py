@@ -38,8 +38,8 @@ def keydiff(keys, queries, positions, config):
 
 
 def attention(keys, query, head, kv_heads):
-    """[n]: what ``query`` [q_heads, dim] gives each of ``keys`` [n, dim] of one kv head, a mean over
-    the head's query heads.
+    """[n]: what ``query`` [q_heads, dim] gives each of ``keys`` [n, dim] of a kv head, a mean over
+    its query heads.
     """
     group = len(query) // kv_heads
     total = np.zeros(len(keys))
