@@ -40,6 +40,29 @@ TEST_P(RkvStreamTest, EqualsDirectRecomputationOverALongRunWithForksAndChunks) {
   stream.CheckIntegrity();
 }
 
+// Only importance decides then, and only it is kept.
+TEST_P(RkvStreamTest, WithoutRedundancyTheElectionEqualsTheOracleAtEveryLevelAndType) {
+  for (const Isa isa : SupportedIsas()) {
+    const WithIsa level(isa);
+    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
+      for (const int64_t group : {1, 7, 12}) {
+        RkvStreamShape shape;
+        shape.dtype = dtype;
+        shape.group = group;
+        shape.slots = 77;
+        shape.rkv.mix = 1;
+        RkvStream stream(shape, GetParam(), 3);
+        stream.Feed(30);
+        for (int64_t t = 0; t < 200; ++t) {
+          stream.Feed(1);
+          if (t % 50 == 17) stream.Fork();
+          if (t < 60 || t % 7 != 0) continue;
+          ASSERT_EQ(stream.Differs(0, 1e-6), "") << IsaName(isa) << " token " << t;
+        }
+      }
+  }
+}
+
 TEST_P(RkvStreamTest, EveryLevelAndTypeAgreesWithTheOracle) {
   for (const Isa isa : SupportedIsas()) {
     const WithIsa level(isa);

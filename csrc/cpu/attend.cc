@@ -156,7 +156,7 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
     return view.dtype() == DType::kF32 ? k.f32 : view.dtype() == DType::kBF16 ? k.bf16 : k.f16;
   };
   const auto run = of_type(p.accumulate ? kernels.sum : kernels.plain);
-  const auto run_observed = of_type(kernels.rkv);
+  const auto run_observed = of_type(p.rkv.mix < 1 ? kernels.rkv : kernels.ring);
   const ObservedScratch observed(view);
   const RkvStateLayout state = view.StateLayout();
   const int64_t thread_bytes = TileBytes(view.head_dim) + observed.bytes;

@@ -65,7 +65,7 @@ struct AttendKernelsOfTypes {
   void (*f16)(const AttendTile& tile);
 };
 struct AttendKernels {
-  AttendKernelsOfTypes plain, rkv, sum;  // by observer
+  AttendKernelsOfTypes plain, rkv, ring, sum;  // by observer; ring is R-KV's with mix = 1
   // y[i] = exp(x[i]) for x <= 80 as the softmax computes it: relative error below 2e-7, exactly 0
   // under -87. For tests. n is a multiple of 16.
   void (*exp)(const float* x, float* y, int64_t n);

@@ -6,7 +6,7 @@
 //   n c_j = sum_r S[r, j] - sum over r with p(r) = j of v_r,
 // and its importance needs the last `window` queries' weights. A new key changes all of them by its
 // own products with the lane's keys, a dropped key by its. Source: exact; the definition is that of
-// score_rkv.
+// score_rkv. With mix = 1 only what importance needs is kept: position, weights, order.
 #pragma once
 
 #include <cstdint>

@@ -260,7 +260,9 @@ void Exp(const float* x, float* y, int64_t n) {
 
 }  // namespace
 
-extern const AttendKernels kAttendKernels = {kOfTypes<NoObserver>, kOfTypes<RkvObserver>, kOfTypes<SumObserver>, Exp};
+extern const AttendKernels kAttendKernels = {kOfTypes<NoObserver>, kOfTypes<RkvObserver<true>>,
+                                             kOfTypes<RkvObserver<false>>, kOfTypes<SumObserver>,
+                                             Exp};
 
 }  // namespace KV_ISA_NAMESPACE
 }  // namespace kvcore

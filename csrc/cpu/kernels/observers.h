@@ -56,9 +56,11 @@ struct SumObserver {
   const AttendTile& t;
 };
 
-// The state of R-KV (ops/rkv_state.h), for a lane whose token has just overwritten a slot.
+// The state of R-KV (ops/rkv_state.h), for a lane whose token has just overwritten a slot. Without
+// redundancy (mix = 1, which is SnapKV) only the weights of the last queries are kept.
+template <bool kRedundancy>
 struct RkvObserver {
-  static constexpr int kExtraRows = 2;  // the new key, the key it has replaced
+  static constexpr int kExtraRows = kRedundancy ? 2 : 0;  // the new key, the key it has replaced
 
   KV_INLINE explicit RkvObserver(const AttendTile& tile) : t(tile) {
     logit = t.kept;
@@ -69,6 +71,7 @@ struct RkvObserver {
 
   template <typename T>
   KV_INLINE void PackExtra(float* q) {
+    if constexpr (!kRedundancy) return;
     T key[256];
     UnpackKey(*t.rkv, *t.elected, key);
     KeyDot<T>::PackQuery(key, t.head_dim, q);
@@ -79,15 +82,17 @@ struct RkvObserver {
                      int64_t num_slots) {
     if (first == 0) FetchState(start, num_slots);
     const bool is_last = first + count == t.num_rows;
-    if (!is_last) KeepMaximum(s, first, count, start, num_slots);
+    if (!is_last || !kRedundancy) KeepMaximum(s, first, count, start, num_slots);
     if (!is_last) return;
     const float* const mine = s + count * kScoreStride;
     const F minus_inf = Splat<kWidth>(-kInfinity);
     for (int64_t j = 0; j < num_slots; j += kWidth) {
-      Store(new_dot + start + j, Load<F>(mine + j));
-      Store(old_dot + start + j, Load<F>(mine + kScoreStride + j));
-      F top = Load<F>(mine + 2 * kScoreStride + j);
-      if (first > 0) top = Max<kWidth>(Load<F>(logit + start + j), top);
+      F top = kRedundancy ? Load<F>(mine + 2 * kScoreStride + j) : Load<F>(logit + start + j);
+      if constexpr (kRedundancy) {
+        Store(new_dot + start + j, Load<F>(mine + j));
+        Store(old_dot + start + j, Load<F>(mine + kScoreStride + j));
+        if (first > 0) top = Max<kWidth>(Load<F>(logit + start + j), top);
+      }
       top *= t.scale;
       if (j + kWidth > num_slots)
         top = Iota<kWidth>() < static_cast<int32_t>(num_slots - j) ? top : minus_inf;
@@ -96,7 +101,24 @@ struct RkvObserver {
     }
   }
 
-  // Of row blocks before the last one.
+  template <typename T>
+  KV_INLINE void Finish(const float*, const float*) {
+    const RkvLane& lane = *t.rkv;
+    if constexpr (kRedundancy) {
+      const int64_t padded = (lane.len + kWidth - 1) / kWidth * kWidth;
+      for (int64_t j = lane.len; j < padded; ++j) new_dot[j] = old_dot[j] = 0;
+      if (!Replace<T>(lane, *t.elected, t.position, new_dot, old_dot)) {
+        *t.elected = kNotFinite;
+        return;
+      }
+    } else {
+      MakeNewest(lane, *t.elected, t.position);
+    }
+    SetWeights(lane, t.position % lane.window, logit, MaxLanes<kWidth>(peak));
+    *t.elected = Elect<kRedundancy>(lane);
+  }
+
+  // The largest product of the block's rows, and of the blocks before.
   KV_INLINE void KeepMaximum(const float* s, int64_t first, int64_t count, int64_t start,
                              int64_t num_slots) {
     for (int64_t j = 0; j < num_slots; j += kWidth) {
@@ -106,29 +128,18 @@ struct RkvObserver {
     }
   }
 
-  template <typename T>
-  KV_INLINE void Finish(const float*, const float*) {
-    const RkvLane& lane = *t.rkv;
-    const int64_t padded = (lane.len + kWidth - 1) / kWidth * kWidth;
-    for (int64_t j = lane.len; j < padded; ++j) new_dot[j] = old_dot[j] = 0;
-    if (!Replace<T>(lane, *t.elected, t.position, new_dot, old_dot)) {
-      *t.elected = kNotFinite;
-      return;
-    }
-    SetWeights(lane, t.position % lane.window, logit, MaxLanes<kWidth>(peak));
-    *t.elected = Elect(lane);
-  }
-
   // The state is wanted once the lane has been read: it may still be in memory.
   KV_INLINE void FetchState(int64_t start, int64_t num_slots) {
     const RkvLane& lane = *t.rkv;
     const auto fetch = [](const void* p) { __builtin_prefetch(p, 1, 3); };
     for (int64_t j = start; j < start + num_slots; j += 16) {  // a line of 4-byte entries
-      fetch(lane.column + j);
-      fetch(lane.column + j + 8);
-      fetch(lane.inverse_norm + j);
-      fetch(lane.pointer + j);
-      fetch(lane.pointer_value + j);
+      if constexpr (kRedundancy) {
+        fetch(lane.column + j);
+        fetch(lane.column + j + 8);
+        fetch(lane.inverse_norm + j);
+        fetch(lane.pointer + j);
+        fetch(lane.pointer_value + j);
+      }
       fetch(lane.position + j);
       fetch(lane.order + j);
       for (int64_t q = 0; q < lane.num_queries; ++q) fetch(lane.weight + q * lane.capacity + j);

@@ -64,7 +64,7 @@ int32_t Build(const RkvBuild& b) {
     a.pointer[j] = -1;
     a.pointer_value[j] = 0;
   }
-  for (int64_t first = 0; first < a.len; first += kRows) {
+  for (int64_t first = 0; first < a.len && a.mix < 1; first += kRows) {
     const int64_t count = a.len - first < kRows ? a.len - first : kRows;
     for (int64_t i = 0; i < kRows; ++i) {
       UnpackKey(a, first + (i < count ? i : 0), row);
@@ -93,7 +93,7 @@ int32_t Build(const RkvBuild& b) {
     for (int64_t j = a.len; j < a.capacity; ++j) logit[j] = -kInfinity;
     SetWeights(a, cell, logit, peak);
   }
-  const int32_t elected = Elect(a);
+  const int32_t elected = a.mix < 1 ? Elect<true>(a) : Elect<false>(a);
   return elected == kNotElected ? kNotFinite : elected;
 }
 

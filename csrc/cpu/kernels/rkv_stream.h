@@ -158,7 +158,9 @@ KV_INLINE float Redundancy(const RkvLane& a, float* redundancy) {
   return (1.0f - a.mix) / SumLanes<kWidth>(sum);
 }
 
-// The slot of the past with the lowest score; of equal ones the oldest.
+// The slot of the past with the lowest score; of equal ones the oldest. Without kRedundancy by
+// importance alone.
+template <bool kRedundancy>
 KV_INLINE int32_t Elect(const RkvLane& a) {
   const int64_t past = a.len - a.protect, half = a.kernel / 2, n = a.capacity + 64;
   for (int64_t t = 0; t < a.num_queries; ++t)
@@ -167,7 +169,7 @@ KV_INLINE int32_t Elect(const RkvLane& a) {
   float *importance = a.scratch, *redundancy = importance + n;
   float *by_rank = redundancy + n, *score = by_rank + n;  // of the past, by age
   MeanWeights(a, importance);
-  const float factor = Redundancy(a, redundancy);
+  const float factor = kRedundancy ? Redundancy(a, redundancy) : 0.0f;
   if (!__builtin_isfinite(factor)) return kNotFinite;
   // Importance is >= 0: zeroes stand for what is outside.
   float* const pooled = by_rank + (half + kWidth - 1) / kWidth * kWidth;
@@ -175,7 +177,7 @@ KV_INLINE int32_t Elect(const RkvLane& a) {
   for (int64_t k = 0; k < past; ++k) {
     const int32_t slot = a.order[k];
     pooled[k] = importance[slot];
-    score[k] = redundancy[slot];
+    if (kRedundancy) score[k] = redundancy[slot];
   }
   for (int64_t k = past; k < past + half + kWidth; ++k) pooled[k] = 0;
   F low = Splat<kWidth>(kInfinity);
@@ -183,7 +185,8 @@ KV_INLINE int32_t Elect(const RkvLane& a) {
     F top = Load<F>(pooled + k);
     for (int64_t o = 1; o <= half; ++o)
       top = Max<kWidth>(Max<kWidth>(Load<F>(pooled + k - o), top), Load<F>(pooled + k + o));
-    F x = top * a.mix - Load<F>(score + k) * factor;
+    F x = top * a.mix;
+    if (kRedundancy) x -= Load<F>(score + k) * factor;
     if (k + kWidth > past)
       x = Iota<kWidth>() < static_cast<int32_t>(past - k) ? x : Splat<kWidth>(kInfinity);
     Store(score + k, x);
@@ -277,9 +280,19 @@ KV_INLINE bool PointAtNext(const RkvLane& a, int64_t r, int64_t rank) {
   return false;
 }
 
-// Slot x holds a new key at `position`. new_dot and old_dot are the products of the new and of the
-// replaced key with every slot of the lane (x holds the new one); both are zeroed past its end.
-// False if the new key is not finite.
+// Slot x, which was the elected one, holds a new token at `position`: order and weights follow.
+KV_INLINE void MakeNewest(const RkvLane& a, int64_t x, int32_t position) {
+  const int64_t rank = *a.elected_rank;
+  __builtin_memmove(a.order + rank, a.order + rank + 1,
+                    static_cast<unsigned long>(a.len - 1 - rank) * sizeof(int32_t));
+  a.order[a.len - 1] = static_cast<int32_t>(x);
+  a.position[x] = position;
+  MoveWeightSums(a, x, a.order[a.len - a.protect - 1]);
+}
+
+// Slot x holds a new key at `position`; the whole state follows. new_dot and old_dot are the
+// products of the new and of the replaced key with every slot of the lane (x holds the new one);
+// both are zeroed past its end. False if the new key is not finite.
 template <typename T>
 bool Replace(const RkvLane& a, int64_t x, int32_t position, const float* new_dot,
              const float* old_dot) {
@@ -337,12 +350,7 @@ bool Replace(const RkvLane& a, int64_t x, int32_t position, const float* new_dot
   a.column[x] = static_cast<double>(total) - static_cast<double>(SumLanes<kWidth>(hit_sum));
 
   const int64_t rank = *a.elected_rank;
-  __builtin_memmove(a.order + rank, a.order + rank + 1,
-                    static_cast<unsigned long>(a.len - 1 - rank) * sizeof(int32_t));
-  a.order[a.len - 1] = static_cast<int32_t>(x);
-  a.position[x] = position;
-  MoveWeightSums(a, x, a.order[a.len - a.protect - 1]);
-
+  MakeNewest(a, x, position);
   int64_t num_alone = 0;
   for (int64_t i = 0; i < num_touched; ++i) {
     const int64_t r = touched[i];
