@@ -87,7 +87,7 @@ test-cpp: deps
 	ctest --test-dir build --output-on-failure -j $(JOBS)
 
 # The tests of what owns memory, under AddressSanitizer and UndefinedBehaviorSanitizer.
-SANITIZED = $(basename $(notdir $(shell grep -lE 'KvStore|BlockPool|include "detect/' \
+SANITIZED = $(basename $(notdir $(shell grep -lE 'KvStore|BlockPool|RkvStream|include "detect/' \
               cpp_tests/*_test.cc)))
 test-asan: deps
 	cmake -S . -B build-asan -G Ninja -DKVCORE_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \

@@ -51,6 +51,7 @@ TEST_P(RkvStreamTest, WithoutRedundancyTheElectionEqualsTheOracleAtEveryLevelAnd
         shape.group = group;
         shape.slots = 77;
         shape.rkv.mix = 1;
+        shape.rkv.kernel = group == 12 ? 41 : 7;  // wider than a vector
         RkvStream stream(shape, GetParam(), 3);
         stream.Feed(30);
         for (int64_t t = 0; t < 200; ++t) {

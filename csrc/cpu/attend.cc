@@ -28,16 +28,18 @@ struct ObservedScratch {
   int64_t stride = 0, kept_bytes = 0, bytes = 0;
 
   explicit ObservedScratch(const KvCacheView& view) {
-    int64_t own_bytes = 0;
-    if (!view.attention_sum.empty()) {
-      stride = view.max_blocks() * kBlockSlots + 16;
-      kept_bytes = 4 * stride * kAttendTileRows;
-    } else if (!view.lane_state.empty()) {
+    int64_t own_bytes = 0, rows = 0;
+    if (!view.lane_state.empty()) {
       const int64_t capacity = view.StateLayout().capacity;
       stride = capacity + 16;
-      kept_bytes = 4 * stride * kRkvKeptRows;
+      rows = kRkvKeptRows;
       own_bytes = 4 * RkvScratchFloats(capacity);
     }
+    if (!view.attention_sum.empty()) {
+      stride = std::max(stride, view.max_blocks() * kBlockSlots + 16);
+      rows = kAttendTileRows;
+    }
+    kept_bytes = 4 * stride * rows;
     bytes = (kept_bytes + own_bytes + kAlign - 1) / kAlign * kAlign;
   }
 };

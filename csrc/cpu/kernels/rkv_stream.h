@@ -158,6 +158,28 @@ KV_INLINE float Redundancy(const RkvLane& a, float* redundancy) {
   return (1.0f - a.mix) / SumLanes<kWidth>(sum);
 }
 
+// y[k] = the largest of x[k - half .. k + half], of n numbers >= 0. x has kPoolRoom floats of room
+// before it and n + 2 * kPoolRoom from it on.
+constexpr int64_t kPoolRoom = 16;
+KV_INLINE void MaxPool(float* x, int64_t n, int64_t half, float* y) {
+  if (half > kPoolRoom) {
+    for (int64_t k = 0; k < n; ++k) {
+      y[k] = 0;
+      for (int64_t o = k < half ? 0 : k - half; o < n && o <= k + half; ++o)
+        y[k] = x[o] > y[k] ? x[o] : y[k];
+    }
+    return;
+  }
+  for (int64_t o = 0; o < kPoolRoom; ++o) x[o - kPoolRoom] = 0;
+  for (int64_t o = 0; o < 2 * kPoolRoom; ++o) x[n + o] = 0;
+  for (int64_t k = 0; k < n; k += kWidth) {
+    F top = Load<F>(x + k);
+    for (int64_t o = 1; o <= half; ++o)
+      top = Max<kWidth>(Max<kWidth>(Load<F>(x + k - o), top), Load<F>(x + k + o));
+    Store(y + k, top);
+  }
+}
+
 // The slot of the past with the lowest score; of equal ones the oldest. Without kRedundancy by
 // importance alone.
 template <bool kRedundancy>
@@ -171,21 +193,17 @@ KV_INLINE int32_t Elect(const RkvLane& a) {
   MeanWeights(a, importance);
   const float factor = kRedundancy ? Redundancy(a, redundancy) : 0.0f;
   if (!__builtin_isfinite(factor)) return kNotFinite;
-  // Importance is >= 0: zeroes stand for what is outside.
-  float* const pooled = by_rank + (half + kWidth - 1) / kWidth * kWidth;
-  for (float* edge = by_rank; edge < pooled; edge += kWidth) Store(edge, F{});
+  float* const by_age = by_rank + kPoolRoom;
   for (int64_t k = 0; k < past; ++k) {
     const int32_t slot = a.order[k];
-    pooled[k] = importance[slot];
+    by_age[k] = importance[slot];
     if (kRedundancy) score[k] = redundancy[slot];
   }
-  for (int64_t k = past; k < past + half + kWidth; ++k) pooled[k] = 0;
+  float* const pooled = importance;  // which has served
+  MaxPool(by_age, past, half, pooled);
   F low = Splat<kWidth>(kInfinity);
   for (int64_t k = 0; k < past; k += kWidth) {
-    F top = Load<F>(pooled + k);
-    for (int64_t o = 1; o <= half; ++o)
-      top = Max<kWidth>(Max<kWidth>(Load<F>(pooled + k - o), top), Load<F>(pooled + k + o));
-    F x = top * a.mix;
+    F x = Load<F>(pooled + k) * a.mix;
     if (kRedundancy) x -= Load<F>(score + k) * factor;
     if (k + kWidth > past)
       x = Iota<kWidth>() < static_cast<int32_t>(past - k) ? x : Splat<kWidth>(kInfinity);
