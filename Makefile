@@ -111,7 +111,7 @@ bench: deps $(INSTALLED)
 	for bench in build-bench/bench/*_bench; do $$bench || exit 1; done
 	$(BIN)/python bench/decode.py
 	@echo "These need models or data and print their usage with --help: bench/gsm8k_rescue.py,"
-	@echo "bench/degenerate_report.py"
+	@echo "bench/evictors.py, bench/real_keys.py, bench/degenerate_report.py"
 
 # Flags of the demo: make demo ARGS="--budget 64 --problems 200"
 demo: $(RUNNABLE)

@@ -152,12 +152,15 @@ def test_not_finite_keys_fail_their_sequence_by_name_and_no_other(model):
     assert engine.tokens(good) == prompts[1] + expected
 
 
-def test_a_failed_forward_loses_no_token(model, monkeypatch):
-    engine = Engine(model, small_config(), eviction=STEADY["rkv"])
+@pytest.mark.parametrize("policy, tokens", [("rkv", 70), ("h2o", 70), ("h2o", BOUND - 10)])
+def test_a_failed_forward_loses_no_token(model, monkeypatch, policy, tokens):
+    """With lanes that are full and overwritten, and with lanes that are not yet."""
+    engine = Engine(model, small_config(), eviction=STEADY[policy])
     [prompt] = make_prompts([20])
     seq = engine.add(prompt, greedy(80))
-    while engine.cache_len(seq) < BOUND or len(engine.tokens(seq)) < 70:
+    while len(engine.tokens(seq)) < tokens:
         engine.step()
+    assert (engine.cache_len(seq) == BOUND) == (tokens > BOUND)
     forward = engine._executor._runner.forward
 
     def broken(*args):
@@ -170,7 +173,7 @@ def test_a_failed_forward_loses_no_token(model, monkeypatch):
     monkeypatch.setattr(engine._executor._runner, "forward", forward)
     run(engine)
     [expected] = generate(
-        Engine(model, small_config(), eviction=STEADY["rkv"]), [prompt], greedy(80)
+        Engine(model, small_config(), eviction=STEADY[policy]), [prompt], greedy(80)
     )
     assert engine.tokens(seq) == prompt + expected
 
