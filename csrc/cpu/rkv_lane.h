@@ -29,8 +29,8 @@ struct RkvLane {
   float* scratch;  // RkvScratchFloats, aligned to 64
 };
 
-// Similarities, importance, redundancy, pooled importance, all padded; a list of touched slots;
-// query rows and their products.
+// Five padded rows, taken first by similarities and touched slots, then by importance, redundancy
+// and both by age; products with the oldest key; two packed query rows.
 constexpr int64_t RkvScratchFloats(int64_t capacity) { return 6 * (capacity + 64) + 2 * 272; }
 
 // Points `lane` into a lane's state.

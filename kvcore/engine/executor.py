@@ -70,7 +70,8 @@ class Executor:
                     store.truncate(seq.handle, count)
             raise
         self._stats.forward_seconds += time.perf_counter() - begin
-        self._stats.evicted_slots += sum(store.num_replaced(handle) for handle in handles)
+        if self._cache.replace is not None:
+            self._stats.evicted_slots += sum(store.num_replaced(handle) for handle in handles)
         self._stats.decode_steps += 1
         self._note_memory()
         pieces = self._advance(plan)
