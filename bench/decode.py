@@ -1,14 +1,12 @@
 """Decode speed of the engine against transformers' generate, stock and with prepacked linears.
 
-    python bench/decode.py [--model DIR] [--batch 1 8 32] [--new-tokens 64] [--json FILE]
+    python bench/decode.py [--model DIR] [--dtype float32] [--batch 1 8 32] [--new-tokens 64]
 
 Without a model: random weights in the shape of Qwen2.5-0.5B, which decode at the same speed.
 Greedy decoding of the same prompts by all three, in one process and with the same threads.
-Correctness comes
-first: every bf16 run is compared with generate's tokens, teacher-forced through the stock model; a
-    token
-counts as right when its logit is within a bf16 rounding step of the largest. A run's rate is the
-tokens after the first of each sequence over the time they took: loading and prefill are not in it.
+Correctness comes first: the engine's tokens are teacher-forced through the stock model; a token
+counts as right when its logit is within rounding of the largest. A run's rate is the tokens after
+the first of each sequence over the time they took: loading and prefill are not in it.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from kvcore.config import EngineConfig, SamplingParams
 from kvcore.engine import Engine, GenerateSpec
 from kvcore.models import bind_model
-from kvcore.models.prepack import prepack_linears
+from kvcore.models.prepack import can_prepack, prepack_linears
 from kvcore.native import _C
 
 PROMPT = (
@@ -44,7 +42,9 @@ QWEN_05B = Qwen2Config(
     max_position_embeddings=32768,
     tie_word_embeddings=True,
 )
-LOGIT_TOLERANCE = 0.25  # two bf16 steps at magnitude 32, the size of this family's largest logits
+# Two bf16 steps at magnitude 32, the size of this family's largest logits; float32 as well loses
+# more than a step on the way there.
+LOGIT_TOLERANCE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
 
 
 def cpu_name() -> str:
@@ -57,13 +57,13 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def load_transformers(path: str | None) -> torch.nn.Module:
-    """A bf16 model that never stops before it is told to."""
+def load_transformers(path: str | None, dtype: torch.dtype) -> torch.nn.Module:
+    """A model that never stops before it is told to."""
     if path is None:
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM(QWEN_05B).to(torch.bfloat16)
+        model = Qwen2ForCausalLM(QWEN_05B).to(dtype)
     else:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
@@ -128,22 +128,25 @@ def wrong_tokens(stock, prompts: list[list[int]], outputs: list[list[int]]) -> i
     for prompt, output in zip(prompts, outputs, strict=True):
         logits = stock(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
         chosen = logits.gather(1, torch.tensor(output)[:, None]).squeeze(1)
-        wrong += int((logits.max(1).values - chosen > LOGIT_TOLERANCE).sum())
+        wrong += int((logits.max(1).values - chosen > LOGIT_TOLERANCE[stock.dtype]).sum())
     return wrong
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="checkpoint directory")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", help="write the rows here")
     args = parser.parse_args()
 
-    stock, packed = load_transformers(args.model), load_transformers(args.model)
-    prepack_linears(packed)
-    bound = bind_model(load_transformers(args.model), None)
+    dtype = getattr(torch, args.dtype)
+    stock, packed = load_transformers(args.model, dtype), load_transformers(args.model, dtype)
+    if can_prepack(dtype):
+        prepack_linears(packed)
+    bound = bind_model(load_transformers(args.model, dtype), None)
     object.__setattr__(bound, "eos_ids", frozenset())  # all three decode the same number of tokens
     engine = Engine(bound, EngineConfig(max_seqs=max(args.batch), context_len=2048))
     rows = []
@@ -165,7 +168,7 @@ def main() -> None:
         row = {
             "op": "decode",
             "model": Path(args.model).name if args.model else "random, shape of Qwen2.5-0.5B",
-            "dtype": "bfloat16",
+            "dtype": args.dtype,
             "device": cpu_name(),
             "threads": _C.num_threads(),
             "isa": _C.isa(),

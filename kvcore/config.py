@@ -263,8 +263,6 @@ class EngineConfig:
             ``kv_bytes``.
         kv_bytes: bytes of keys and values when ``kv_blocks`` is None.
         max_batched_tokens: most tokens of one forward; longer prompts are prefilled in chunks.
-        prepack: keep linear weights in oneDNN's packed layout where it computes the same (CPU,
-            bf16).
     """
 
     max_seqs: int = 256
@@ -272,7 +270,6 @@ class EngineConfig:
     kv_blocks: int | None = None
     kv_bytes: int = 2 << 30
     max_batched_tokens: int = 2048
-    prepack: bool = True
 
     def __post_init__(self) -> None:
         require_int(self.max_seqs, "max_seqs", 1)

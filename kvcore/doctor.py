@@ -108,7 +108,10 @@ def _models() -> dict[str, Any]:
         "error": None,
         "supported": list(MODEL_TYPES),
         "refused": list(REFUSED),
-        "packed_bf16_linears": can_prepack(torch.bfloat16),
+        "packed_linears": {
+            str(dtype).removeprefix("torch."): can_prepack(dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+        },
     }
 
 
@@ -143,9 +146,9 @@ def _lines(data: dict[str, Any]) -> list[str]:
     if models["error"]:
         facts.append(("models", f"UNUSABLE: {models['error']}"))
     else:
-        packed = "yes" if models["packed_bf16_linears"] else "no: bf16 linears run unpacked"
+        packed = [name for name, is_packed in models["packed_linears"].items() if is_packed]
         facts += [
-            ("packed bf16 linears", packed),
+            ("packed linears", ", ".join(packed) or "none: stock ones are slower"),
             ("model types", ", ".join(models["supported"])),
             ("refused", "; ".join(models["refused"])),
         ]

@@ -155,12 +155,14 @@ def test_doctor_reports_what_is_there() -> None:
     assert data["cuda"]["torch_sees_device"] == torch.cuda.is_available()
     assert 0 < data["memory"]["available"] <= data["memory"]["total"]
     assert data["models"]["supported"] == ["qwen2", "qwen3", "llama"]
+    assert set(data["models"]["packed_linears"]) == {"float32", "bfloat16"}
 
 
 def test_doctor_renders_one_fact_a_line() -> None:
     text = doctor.render()
     assert "ships no CUDA kernels" in text and kvcore.__version__ in text
-    for word in ("sliding-window", "qwen2", "instruction set", "threads", "GiB", "transformers"):
+    words = ("sliding-window", "qwen2", "instruction set", "threads", "GiB", "packed linears")
+    for word in words:
         assert word in text
 
 

@@ -1,4 +1,4 @@
-"""Packed linear layers compute the same bits as stock ones, and free what they replace."""
+"""Packed linear layers compute what stock ones do, and free what they replace."""
 
 from __future__ import annotations
 
@@ -14,14 +14,27 @@ from kvcore.engine import Engine
 from kvcore.models import LoadedModel, bind_model
 from kvcore.models.prepack import PackedLinear, can_prepack, prepack_linears
 
-needs_packing = pytest.mark.skipif(
+needs_bf16 = pytest.mark.skipif(
     not can_prepack(torch.bfloat16), reason="oneDNN computes no bf16 products here"
 )
+needs_f32 = pytest.mark.skipif(not can_prepack(torch.float32), reason="torch without oneDNN")
+each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="float32", marks=needs_f32),
+        pytest.param(torch.bfloat16, id="bfloat16", marks=needs_bf16),
+    ],
+)
+each_bias = pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+each_shape = pytest.mark.parametrize(
+    "shape", [(64, 96), (100, 36), (257, 130), (8, 512), (896, 128), (1, 1)]
+)
+ROWS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64)
 
 
-def make_linear(inputs: int, outputs: int, *, bias: bool, seed: int = 0) -> nn.Linear:
-    torch.manual_seed(seed)
-    return nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+def make_linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(inputs, outputs, bias=bias, dtype=dtype).requires_grad_(False)
 
 
 def linears(module: nn.Module) -> list[str]:
@@ -37,41 +50,59 @@ def storage_of(linear: nn.Linear) -> weakref.ref:
     return weakref.ref(linear.weight.untyped_storage())
 
 
-@needs_packing
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
-@pytest.mark.parametrize("shape", [(64, 96), (100, 36), (257, 130), (8, 512), (896, 128), (1, 1)])
-def test_products_are_bitwise_those_of_stock_linears(shape, bias):
-    linear = make_linear(*shape, bias=bias)
+@needs_bf16
+@each_bias
+@each_shape
+def test_bf16_products_are_bitwise_those_of_stock_linears(shape, bias):
+    linear = make_linear(*shape, bias=bias, dtype=torch.bfloat16)
     fast = PackedLinear(linear)
     assert (fast.in_features, fast.out_features) == shape
     generator = torch.Generator().manual_seed(1)
-    for rows in (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64):
+    for rows in ROWS:
         x = torch.randn((rows, shape[0]), generator=generator).bfloat16()
         for given in (x, x[None], x[:, None]):
             assert torch.equal(fast(given), linear(given)), rows
 
 
-@needs_packing
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
-def test_no_rows_give_no_rows(bias):
-    fast = PackedLinear(make_linear(64, 96, bias=bias))
-    for shape in ((0, 64), (1, 0, 64), (0, 3, 64)):
-        out = fast(torch.empty(shape, dtype=torch.bfloat16))
-        assert out.shape == (*shape[:-1], 96) and out.dtype == torch.bfloat16
-
-
-@needs_packing
-def test_input_that_is_not_contiguous_gives_the_same():
-    linear = make_linear(64, 96, bias=True)
+@needs_f32
+@each_bias
+@each_shape
+def test_float32_products_are_exact_up_to_rounding(shape, bias):
+    linear = make_linear(*shape, bias=bias, dtype=torch.float32)
     fast = PackedLinear(linear)
-    x = torch.randn((64, 20), generator=torch.Generator().manual_seed(2)).bfloat16().T
-    assert torch.equal(fast(x), linear(x))
-    assert torch.equal(fast(x[::3]), linear(x[::3]))
+    weight = linear.weight.double().T
+    added = linear.bias.double() if bias else torch.zeros(shape[1], dtype=torch.double)
+    generator = torch.Generator().manual_seed(1)
+    for rows in ROWS:
+        x = torch.randn((rows, shape[0]), generator=generator)
+        exact = x.double() @ weight + added
+        # A sum of n products in any order is off by n roundings of the sum of magnitudes at most.
+        bound = (shape[0] + 1) * 2.0**-24 * (x.double().abs() @ weight.abs() + added.abs())
+        for given in (x, x[None], x[:, None]):
+            wrong = (fast(given).double().view_as(exact) - exact).abs() > bound
+            assert not wrong.any(), rows
 
 
-@needs_packing
-def test_every_weight_is_freed_as_soon_as_it_is_packed(monkeypatch):
-    module = make_module("qwen2", dtype=torch.bfloat16)
+@each_dtype
+@each_bias
+def test_no_rows_give_no_rows(bias, dtype):
+    fast = PackedLinear(make_linear(64, 96, bias=bias, dtype=dtype))
+    for shape in ((0, 64), (1, 0, 64), (0, 3, 64)):
+        out = fast(torch.empty(shape, dtype=dtype))
+        assert out.shape == (*shape[:-1], 96) and out.dtype == dtype
+
+
+@each_dtype
+def test_input_that_is_not_contiguous_gives_the_same(dtype):
+    fast = PackedLinear(make_linear(64, 96, bias=True, dtype=dtype))
+    x = torch.randn((64, 20), generator=torch.Generator().manual_seed(2)).to(dtype).T
+    assert torch.equal(fast(x), fast(x.contiguous()))
+    assert torch.equal(fast(x[::3]), fast(x[::3].contiguous()))
+
+
+@each_dtype
+def test_every_weight_is_freed_as_soon_as_it_is_packed(dtype, monkeypatch):
+    module = make_module("qwen2", dtype=dtype)
     names = linears(module)
     weights = [storage_of(module.get_submodule(name)) for name in names]
     alive = []
@@ -89,43 +120,47 @@ def test_every_weight_is_freed_as_soon_as_it_is_packed(monkeypatch):
     assert linears(module) == [] and packed(module) == names
 
 
-@needs_packing
-def test_a_weight_that_the_embedding_shares_stays_there():
-    module = make_module("qwen2", dtype=torch.bfloat16, tie_word_embeddings=True)
+@each_dtype
+def test_a_weight_that_the_embedding_shares_stays_there(dtype):
+    module = make_module("qwen2", dtype=dtype, tie_word_embeddings=True)
     embedding = module.model.embed_tokens.weight
     assert module.lm_head.weight is embedding
     before = embedding.clone()
     prepack_linears(module)
     assert isinstance(module.lm_head, PackedLinear)
     assert torch.equal(module.model.embed_tokens.weight, before)
-    x = torch.randn((3, 64), generator=torch.Generator().manual_seed(3)).bfloat16()
-    assert torch.equal(module.lm_head(x), nn.functional.linear(x, before))
+    x = torch.randn((3, 64), generator=torch.Generator().manual_seed(3)).to(dtype)
+    stock = nn.functional.linear(x, before)
+    if dtype == torch.bfloat16:
+        assert torch.equal(module.lm_head(x), stock)
+    else:
+        torch.testing.assert_close(module.lm_head(x), stock)
 
 
 def bind(dtype: torch.dtype, **options: object) -> LoadedModel:
     return bind_model(make_module("qwen2", dtype=dtype), byte_tokenizer(), **options)
 
 
-def test_only_bfloat16_is_packed():
-    assert not can_prepack(torch.float32) and not can_prepack(torch.float16)
-    for dtype in (torch.float32, torch.float16):
-        model = bind(dtype)
-        assert not model.prepacked and packed(model.model) == []
-    model = bind(torch.bfloat16)
-    assert model.prepacked == can_prepack(torch.bfloat16) == (linears(model.model) == [])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_model_is_packed_where_that_is_possible(dtype):
+    model = bind(dtype)
+    assert model.prepacked == can_prepack(dtype) == (linears(model.model) == [])
+    assert (packed(model.model) != []) == model.prepacked
+    assert not can_prepack(torch.float16)
 
 
-def test_packing_can_be_switched_off():
-    model = bind(torch.bfloat16, prepack=False)
+@each_dtype
+def test_packing_can_be_switched_off(dtype):
+    model = bind(dtype, prepack=False)
     assert not model.prepacked and packed(model.model) == []
 
 
-@needs_packing
+@each_dtype
 @pytest.mark.parametrize("spec", [greedy(60), sampled(60, key=7)], ids=["greedy", "sampled"])
-def test_an_engine_decodes_the_same_tokens_either_way(spec):
+def test_an_engine_decodes_the_same_tokens_either_way(spec, dtype):
     prompts = make_prompts((1, 5, 17, 50))
     answers = []
     for prepack in (True, False):
-        engine = Engine(bind(torch.bfloat16, prepack=prepack), small_config())
+        engine = Engine(bind(dtype, prepack=prepack), small_config())
         answers.append(generate(engine, prompts, spec))
     assert answers[0] == answers[1]

@@ -182,7 +182,8 @@ def load_model(
     Args:
         dtype: "float32", "bfloat16" or "float16"; None takes the checkpoint's.
         device: only "cpu" in this version.
-        prepack: pack linear weights for CPU where the product stays bitwise the same (bf16).
+        prepack: keep linear weights in oneDNN's packed layout, which is faster (float32 and, where
+            the CPU has instructions for it, bfloat16).
         argument: name used in error messages.
     Raises:
         ValueError: no such directory, damaged files, or an unknown dtype or device.

@@ -1,7 +1,8 @@
 """oneDNN-prepacked linear layers for CPU decoding.
 
-Stock ``torch`` bf16 linears re-order the weight on every call; at 1 to 64 rows that re-ordering
-costs several times the product itself. The packed product is bitwise equal to the stock one.
+Stock ``torch`` linears re-order the weight on every call; at 1 to 64 rows that costs up to several
+times the product itself. In bf16 the packed product is bitwise the stock one. In float32 it differs
+by rounding, and a row's result does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ class PackedLinear(nn.Module):
 
 
 def can_prepack(dtype: torch.dtype) -> bool:
-    """Whether packed linears exist here and compute what stock ones do (bf16 only)."""
-    return (
-        dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    """Whether packed linears of float32 or bfloat16 exist here."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
 
 
 def prepack_linears(model: nn.Module) -> int:
