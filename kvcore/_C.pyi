@@ -20,7 +20,7 @@ class KvStore:
     key_blocks, value_blocks: T [blocks, 16 * head_dim]; position: i32 [blocks, 16];
     block_table: i32 [rows, layers, kv_heads, max_blocks]; lane_len: i32 [rows, layers, kv_heads];
     seq_len: i32 [rows]; query_ring: T [rows, layers, q_heads, window, head_dim] or None;
-    attention_sum: f32 [blocks, 16] or None.
+    attention_stats: f32 [blocks, channels, 16] with stats_start f32 [channels], or None.
     """
 
     def __init__(
@@ -36,7 +36,8 @@ class KvStore:
         replace: Tensor | None = None,
         lane_state: Tensor | None = None,
         state_slots: int = 0,
-        attention_sum: Tensor | None = None,
+        attention_stats: Tensor | None = None,
+        stats_start: Tensor | None = None,
     ) -> None: ...
     def num_replaced(self, seq: int) -> int:
         """Slots that the last extend overwrites; it cannot be undone if there are any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ class KVCache:
         replaces: lanes may have a slot that their next token overwrites (the steady cadence).
         observe: settings of the fused R-KV pass, which attention then runs.
         state_slots: longest lane that the fused pass keeps a state of.
-        accumulates: attention adds to every slot what it gets (``attention_sums``).
+        accumulates: what attention adds up in every slot (``attention_stats``): "sum", "per_head",
+            or nothing.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class KVCache:
         replaces: bool = False,
         observe: _C.RkvSettings | None = None,
         state_slots: int = 0,
-        accumulates: bool = False,
+        accumulates: Literal["sum", "per_head"] | None = None,
     ) -> None:
         self.shape = shape
         self.blocks = blocks
@@ -87,8 +89,12 @@ class KVCache:
         if observe is not None:
             state = _C.rkv_state_bytes(state_slots, window, shape.head_dim)
             self.lane_state = torch.empty((*table[:3], state), dtype=torch.uint8)
-        sums = (blocks, ops.BLOCK_SLOTS)
-        self.attention_sum = torch.empty(sums, dtype=torch.float32) if accumulates else None
+        self.stats_plane = self.stats_start = None
+        if accumulates is not None:
+            group = shape.q_heads // shape.kv_heads
+            start = [0.0] if accumulates == "sum" else [0.0] * group + [1.0] * group + [0.0] * group
+            self.stats_start = torch.tensor(start)
+            self.stats_plane = torch.empty((blocks, len(start), ops.BLOCK_SLOTS))
         self.store = _C.KvStore(
             self.key_blocks,
             self.value_blocks,
@@ -101,7 +107,8 @@ class KVCache:
             self.replace,
             self.lane_state,
             state_slots,
-            self.attention_sum,
+            self.stats_plane,
+            self.stats_start,
         )
         self._attend_scratch = ops.attend_scratch(self.store)
 
@@ -149,7 +156,7 @@ class KVCache:
             scale,
             self._attend_scratch,
             self.observe,
-            accumulate=self.attention_sum is not None,
+            accumulate=self.stats_plane is not None,
         )
 
     def rows(self, seqs: Sequence[int]) -> Tensor:
@@ -164,20 +171,26 @@ class KVCache:
         """i32 [seqs, layers, kv_heads, slots]: position held by each slot, -1 past a lane's end."""
         return self._gather(self.position, seqs, -1)
 
-    def attention_sums(self, seqs: Sequence[int]) -> Tensor:
-        """f32 [seqs, layers, kv_heads, slots]: attention that each slot has got from all tokens
-        that saw it, a mean over the query heads of a kv head; -inf past a lane's end.
+    def attention_stats(self, seqs: Sequence[int]) -> Tensor:
+        """f32 [seqs, layers, kv_heads, channels, slots]: attention that each slot has got from the
+        tokens that saw it since it was appended; -inf past a lane's end.
+
+        ``accumulates="sum"``: one channel, the sum of means over the query heads of a kv head.
+        ``"per_head"``: for each of these query heads the largest share that a token gave the slot,
+        then for each the smallest, then for each the sum.
         """
-        assert self.attention_sum is not None
-        return self._gather(self.attention_sum, seqs, -torch.inf)
+        assert self.stats_plane is not None
+        return self._gather(self.stats_plane.movedim(1, 0), seqs, -torch.inf).movedim(0, -2)
 
     def _gather(self, plane: Tensor, seqs: Sequence[int], missing: float) -> Tensor:
-        """[seqs, layers, kv_heads, slots] of ``plane`` [blocks, 16]; ``missing`` past the end."""
+        """[..., seqs, layers, kv_heads, slots] of ``plane`` [..., blocks, 16]; ``missing`` past the
+        end.
+        """
         slots = self.longest_lane(seqs)
         rows = self.rows(seqs).long()
         blocks = self.block_table[rows][..., : -(-slots // ops.BLOCK_SLOTS)].long()
         live = torch.arange(slots) < self.lane_len[rows][..., None]
-        flat = plane[blocks.clamp(0, self.blocks - 1)].flatten(-2)[..., :slots]
+        flat = plane[..., blocks.clamp(0, self.blocks - 1), :].flatten(-2)[..., :slots]
         return flat.masked_fill(~live, missing)
 
     def bytes_of(self, seq: int) -> int:

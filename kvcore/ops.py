@@ -60,8 +60,8 @@ def attend(
     """Causal attention of ``query`` [tokens, q_heads, head_dim] over the cache; same shape out.
 
     With ``observe`` the pass also keeps the R-KV state of lanes whose token has overwritten a slot,
-    and elects the slot that the next one overwrites; with ``accumulate`` it adds to every slot the
-    attention it gets (csrc/ops/attend.h).
+    and elects the slot that the next one overwrites; with ``accumulate`` it adds up the attention
+    that every slot gets (csrc/ops/attend.h).
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _C.attend(

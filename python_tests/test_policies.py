@@ -85,7 +85,7 @@ def filled_cache(lengths: list[int], *, drop_seed: int | None = 5) -> KVCache:
         rows=len(lengths) + 1,
         max_len=256,
         window=window,
-        accumulates=True,
+        accumulates="sum",
     )
     cache.key_blocks.fill_(torch.nan)
     cache.value_blocks.fill_(torch.nan)
@@ -97,7 +97,7 @@ def filled_cache(lengths: list[int], *, drop_seed: int | None = 5) -> KVCache:
         key, value = torch.randn((2, total, SHAPE.kv_heads, SHAPE.head_dim), generator=generator)
         query = torch.randn((total, SHAPE.q_heads, SHAPE.head_dim), generator=generator)
         ops.append_kv(cache.store, layer, key, value, query, batch)
-    cache.attention_sum.copy_(torch.rand(cache.attention_sum.shape, generator=generator))
+    cache.stats_plane.copy_(torch.rand(cache.stats_plane.shape, generator=generator))
     cache.seqs = seqs  # handles, for the tests
     if drop_seed is None:
         return cache
@@ -186,7 +186,7 @@ def test_a_policy_that_raises_changes_nothing(name):
     cache = filled_cache([60, 60])
     row = cache.store.row(cache.seqs[1])
     cache.key_blocks[cache.block_table[row, 1, 1, 0]] = torch.nan
-    cache.attention_sum[cache.block_table[row, 1, 1, 0]] = torch.nan
+    cache.stats_plane[cache.block_table[row, 1, 1, 0]] = torch.nan
     before, free = lane_positions(cache), cache.store.free_blocks()
     with pytest.raises(ValueError, match=rf"row {row}, layer 1, kv head 1"):
         evict(make_policy(SMALL[name]), cache, cache.seqs, [1, 1])

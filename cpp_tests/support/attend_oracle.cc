@@ -28,7 +28,12 @@ AttendResult AttendOracle(const LaneFixture& cache, const OwnedTensor& query,
           keys.back().push_back(cache.Key(rows[s], layer, h, r, d));
           values.back().push_back(cache.Value(rows[s], layer, h, r, d));
         }
-      result.received.emplace_back(static_cast<size_t>(cache.Len(rows[s], layer, h)));
+    }
+    for (int64_t h = 0; h < q_heads; ++h) {
+      const size_t slots = static_cast<size_t>(cache.Len(rows[s], layer, h / group));
+      result.largest.emplace_back(slots);
+      result.smallest.emplace_back(slots, std::numeric_limits<double>::infinity());
+      result.total.emplace_back(slots);
     }
     for (int64_t t = cu_tokens[s]; t < cu_tokens[s + 1]; ++t)
       for (int64_t h = 0; h < q_heads; ++h) {
@@ -47,9 +52,11 @@ AttendResult AttendOracle(const LaneFixture& cache, const OwnedTensor& query,
         for (double x : logit) sum += std::exp(x - max);
         for (int64_t r = 0; r < seen; ++r) {
           const double weight = std::exp(logit[static_cast<size_t>(r)] - max) / sum;
-          const size_t lane = s * static_cast<size_t>(cache.shape().kv_heads);
-          result.received[lane + static_cast<size_t>(h / group)][static_cast<size_t>(r)] +=
-              weight / static_cast<double>(group);
+          const size_t at_head = s * static_cast<size_t>(q_heads) + static_cast<size_t>(h);
+          const size_t slot = static_cast<size_t>(r);
+          result.largest[at_head][slot] = std::fmax(result.largest[at_head][slot], weight);
+          result.smallest[at_head][slot] = std::fmin(result.smallest[at_head][slot], weight);
+          result.total[at_head][slot] += weight;
           for (int64_t d = 0; d < head_dim; ++d)
             result.out[static_cast<size_t>((t * q_heads + h) * head_dim + d)] +=
                 weight * value[at(r, d)];

@@ -11,8 +11,9 @@ namespace kvcore {
 struct AttendResult {
   std::vector<double> out;  // [tokens, q_heads, head_dim]
   std::vector<double> lse;  // [tokens, q_heads]
-  // [seqs * kv_heads][slots]: what each slot gets from all tokens, a mean over the group
-  std::vector<std::vector<double>> received;
+  // [seqs * q_heads][slots]: the largest and the smallest share that a token gives the slot (0 and
+  // infinity where none sees it), and the sum of all.
+  std::vector<std::vector<double>> largest, smallest, total;
 };
 
 // query is [tokens, q_heads, head_dim]; rows and cu_tokens as in ops/batch.h.

@@ -128,9 +128,11 @@ LaneFixture::LaneFixture(const LaneShape& shape, const std::vector<int32_t>& len
   value_blocks.Fill(nan);
   position = OwnedTensor(DType::kI32, {blocks, kBlockSlots});
   position.Fill(std::numeric_limits<int32_t>::min());
-  if (s.attention_sum) {
-    attention_sum = OwnedTensor(DType::kF32, {blocks, kBlockSlots});
-    attention_sum.Fill(nan);
+  if (s.stats_channels > 0) {
+    attention_stats = OwnedTensor(DType::kF32, {blocks, s.stats_channels, kBlockSlots});
+    attention_stats.Fill(nan);
+    stats_start = OwnedTensor(DType::kF32, {s.stats_channels});
+    for (int64_t c = 0; c < s.stats_channels; ++c) stats_start.SetAt(c, static_cast<double>(c));
   }
   block_table = OwnedTensor(DType::kI32, {s.rows, s.layers, s.kv_heads, s.max_blocks});
   block_table.Fill(kUnusedTableEntry);
@@ -165,9 +167,9 @@ LaneFixture::LaneFixture(const LaneShape& shape, const std::vector<int32_t>& len
         if (n > 0) positions[rng() % static_cast<uint64_t>(n)] = total - 1;
         for (int64_t slot = 0; slot < n; ++slot) {
           SetPosition(row, layer, head, slot, positions[static_cast<size_t>(slot)]);
-          if (s.attention_sum)
-            attention_sum.Set({Block(row, layer, head, slot), slot % kBlockSlots},
-                              std::fabs(normal(rng)));
+          for (int64_t c = 0; c < s.stats_channels; ++c)
+            attention_stats.Set({Block(row, layer, head, slot), c, slot % kBlockSlots},
+                                0.05 * std::fabs(normal(rng)));
           for (int64_t d = 0; d < s.head_dim; ++d) {
             SetKey(row, layer, head, slot, d, normal(rng));
             SetValue(row, layer, head, slot, d, normal(rng));
@@ -198,7 +200,10 @@ KvCacheView LaneFixture::view() const {
   v.lane_len = lane_len.view();
   v.seq_len = seq_len.view();
   if (shape_.window > 0) v.query_ring = query_ring.view();
-  if (shape_.attention_sum) v.attention_sum = attention_sum.view();
+  if (shape_.stats_channels > 0) {
+    v.attention_stats = attention_stats.view();
+    v.stats_start = stats_start.view();
+  }
   v.head_dim = shape_.head_dim;
   return v;
 }
@@ -225,8 +230,9 @@ int64_t LaneFixture::Position(int64_t row, int64_t layer, int64_t head, int64_t 
   return static_cast<int64_t>(position.Get({Block(row, layer, head, slot), slot % kBlockSlots}));
 }
 
-double LaneFixture::AttentionSum(int64_t row, int64_t layer, int64_t head, int64_t slot) const {
-  return attention_sum.Get({Block(row, layer, head, slot), slot % kBlockSlots});
+double LaneFixture::Stat(int64_t row, int64_t layer, int64_t head, int64_t slot,
+                         int64_t channel) const {
+  return attention_stats.Get({Block(row, layer, head, slot), channel, slot % kBlockSlots});
 }
 
 void LaneFixture::SetKey(int64_t row, int64_t layer, int64_t head, int64_t slot, int64_t dim,

@@ -47,7 +47,7 @@ struct LaneShape {
   int64_t head_dim = 16, max_blocks = 8;
   int64_t window = 0;          // query ring; 0 = none
   int64_t spare_blocks = 3;    // blocks that no lane uses
-  bool attention_sum = false;  // random in live slots
+  int64_t stats_channels = 0;  // of attention_stats, random in live slots; channel c starts at c
 };
 
 class LaneFixture {
@@ -74,10 +74,10 @@ class LaneFixture {
   // REQUIRES: spare blocks and table entries suffice.
   void Extend(int64_t row, int64_t count);
 
-  double AttentionSum(int64_t row, int64_t layer, int64_t head, int64_t slot) const;
+  double Stat(int64_t row, int64_t layer, int64_t head, int64_t slot, int64_t channel) const;
 
   OwnedTensor key_blocks, value_blocks, position, block_table, lane_len, seq_len, query_ring;
-  OwnedTensor attention_sum;
+  OwnedTensor attention_stats, stats_start;
 
  private:
   LaneShape shape_;

@@ -112,6 +112,7 @@ void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream) {
   const auto write_key = element == 2 ? WriteKey<uint32_t> : WriteKey<uint64_t>;
   const auto read_key = element == 2 ? ReadKey<uint32_t> : ReadKey<uint64_t>;
   const RkvStateLayout state = view.StateLayout();
+  const int64_t channels = view.stats_channels();
   const int32_t* rows = p.batch.rows.ptr<int32_t>();
   const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
   const int64_t grain = std::max<int64_t>(1, seqs * kMinRangeElements / (tokens * head_dim));
@@ -138,8 +139,9 @@ void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream) {
                     RowOf(p.value, cu[s] + t, head), static_cast<size_t>(head_dim * element));
         view.position.ptr<int32_t>()[block * kBlockSlots + slot] =
             static_cast<int32_t>(first_position + t);
-        if (!view.attention_sum.empty())
-          view.attention_sum.ptr<float>()[block * kBlockSlots + slot] = 0;
+        for (int64_t c = 0; c < channels; ++c)
+          view.attention_stats.ptr<float>()[(block * channels + c) * kBlockSlots + slot] =
+              view.stats_start.ptr<float>()[c];
       }
     }
   });

@@ -35,7 +35,7 @@ struct ObservedScratch {
       rows = kRkvKeptRows;
       own_bytes = 4 * RkvScratchFloats(capacity);
     }
-    if (!view.attention_sum.empty()) {
+    if (!view.attention_stats.empty()) {
       stride = std::max(stride, view.max_blocks() * kBlockSlots + 16);
       rows = kAttendTileRows;
     }
@@ -147,8 +147,12 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
       << "scratch: expected at least " << scratch_bytes << " bytes for " << threads
       << " threads, got " << p.scratch.shape[0];
   const int64_t group = q_heads / view.num_kv_heads();
-  KV_CHECK(!p.accumulate || !view.attention_sum.empty())
-      << "accumulate: the cache keeps no attention_sum";
+  if (p.accumulate) {
+    const int64_t channels = view.stats_channels();
+    KV_CHECK(!view.attention_stats.empty()) << "accumulate: the cache keeps no attention_stats";
+    KV_CHECK(channels == 1 || channels >= 3 * group)
+        << "attention_stats: expected 1 channel or at least " << 3 * group << ", got " << channels;
+  }
   KV_CHECK(!p.accumulate || !p.observe_rkv) << "accumulate: expected false with observe_rkv";
   if (p.observe_rkv) CheckObserved(view, p, group);
   const Plan plan = MakePlan(view, p, group);
@@ -157,7 +161,7 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
   const auto of_type = [&](const AttendKernelsOfTypes& k) {
     return view.dtype() == DType::kF32 ? k.f32 : view.dtype() == DType::kBF16 ? k.bf16 : k.f16;
   };
-  const auto run = of_type(p.accumulate ? kernels.sum : kernels.plain);
+  const auto run = of_type(p.accumulate ? kernels.stats : kernels.plain);
   const auto run_observed = of_type(p.rkv.mix < 1 ? kernels.rkv : kernels.ring);
   const ObservedScratch observed(view);
   const RkvStateLayout state = view.StateLayout();
@@ -191,7 +195,8 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
     tile.kept = reinterpret_cast<float*>(kept);
     tile.kept_stride = observed.stride;
     tile.rkv = &rkv;
-    tile.attention_sum = view.attention_sum.ptr<float>();
+    tile.stats = view.attention_stats.ptr<float>();
+    tile.stats_channels = view.stats_channels();
     const int32_t* rows = p.batch.rows.ptr<int32_t>();
     const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
     const int32_t* lane_len = view.lane_len.ptr<int32_t>();
@@ -246,7 +251,7 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
     ParallelFor(num_tiles, grain, run_tiles);
     return;
   }
-  // A lane's tokens add to the same sums: one thread takes them, in their order.
+  // A lane's tokens add to the same slots: one thread takes them, in their order.
   const int64_t lanes = p.batch.rows.shape[0] * view.num_kv_heads();
   ParallelFor(lanes, std::max<int64_t>(1, grain * lanes / num_tiles),
               [&](int64_t begin, int64_t end, int thread_id) {

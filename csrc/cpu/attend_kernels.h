@@ -42,7 +42,8 @@ struct AttendTile {
   // What observers need. R-KV's tile is all rows of a single token.
   float* kept;  // [kRkvKeptRows or kAttendTileRows][kept_stride], 64-byte aligned
   int64_t kept_stride;
-  float* attention_sum;  // block b at b * 16
+  float* stats;            // slot of block b, channel c at (b * stats_channels + c) * 16
+  int64_t stats_channels;  // 1 or at least 3 * group
   const RkvLane* rkv;
   const void* replaced_key;  // T [head_dim]
   int32_t position;          // of the token
@@ -65,7 +66,7 @@ struct AttendKernelsOfTypes {
   void (*f16)(const AttendTile& tile);
 };
 struct AttendKernels {
-  AttendKernelsOfTypes plain, rkv, ring, sum;  // by observer; ring is R-KV's with mix = 1
+  AttendKernelsOfTypes plain, rkv, ring, stats;  // by observer; ring is R-KV's with mix = 1
   // y[i] = exp(x[i]) for x <= 80 as the softmax computes it: relative error below 2e-7, exactly 0
   // under -87. For tests. n is a multiple of 16.
   void (*exp)(const float* x, float* y, int64_t n);

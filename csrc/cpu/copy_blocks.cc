@@ -53,7 +53,8 @@ void CopyBlocksCpu(const KvCacheView& view, const CopyBlocksParams& p, Stream) {
     char* const key = view.key_blocks.ptr<char>();
     char* const value = view.value_blocks.ptr<char>();
     int32_t* const position = view.position.ptr<int32_t>();
-    float* const sum = view.attention_sum.ptr<float>();  // null without
+    float* const stats = view.attention_stats.ptr<float>();  // null without
+    const int64_t block_stats = view.stats_channels() * kBlockSlots;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t src = p.src.ptr<int32_t>()[i], dst = p.dst.ptr<int32_t>()[i];
       if (i + 1 < end) {
@@ -67,8 +68,9 @@ void CopyBlocksCpu(const KvCacheView& view, const CopyBlocksParams& p, Stream) {
                   static_cast<size_t>(block_bytes));
       std::memcpy(position + dst * kBlockSlots, position + src * kBlockSlots,
                   kBlockSlots * sizeof(int32_t));
-      if (sum != nullptr)
-        std::memcpy(sum + dst * kBlockSlots, sum + src * kBlockSlots, kBlockSlots * sizeof(float));
+      if (stats != nullptr)
+        std::memcpy(stats + dst * block_stats, stats + src * block_stats,
+                    static_cast<size_t>(block_stats) * sizeof(float));
     }
   });
 }

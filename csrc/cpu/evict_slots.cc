@@ -31,9 +31,11 @@ struct Lane {
                 static_cast<size_t>(d * element));
     int32_t* position = view.position.ptr<int32_t>();
     position[dst * kBlockSlots + dst_slot] = position[src * kBlockSlots + src_slot];
-    if (view.attention_sum.empty()) return;
-    float* sum = view.attention_sum.ptr<float>();
-    sum[dst * kBlockSlots + dst_slot] = sum[src * kBlockSlots + src_slot];
+    float* const stats = view.attention_stats.ptr<float>();
+    const int64_t channels = view.stats_channels();
+    for (int64_t c = 0; c < channels; ++c)
+      stats[(dst * channels + c) * kBlockSlots + dst_slot] =
+          stats[(src * channels + c) * kBlockSlots + src_slot];
   }
 };
 

@@ -18,8 +18,11 @@ struct AttendParams {
   RaggedBatch batch;
   int64_t layer = 0;
   float scale = 1.0f;
-  // Adds every token's attention, the mean over the query heads of a kv head, to `attention_sum` of
-  // the slots it sees: in order of position, in float, the same bits however tokens are batched.
+  // Every token's attention enters `attention_stats` of the slots it sees. One channel: the sum of
+  // the mean over the query heads of a kv head. At least 3 * group channels, for query head g of
+  // the group: c = g the largest share that a token gave the slot, c = group + g the smallest, c =
+  // 2 * group + g the sum; further channels are left alone. In order of position, in float, the
+  // same bits however tokens are batched.
   bool accumulate = false;
   // Keeps lane_state of the lanes whose token came alone and has replaced a slot, and elects the
   // slot that the next one replaces (rkv_state.h). One of the two at most.

@@ -23,9 +23,9 @@ struct KvCacheView {
                             //     position p lies at p % window, after RoPE
   TensorView replace;  // i32 [rows, layers, kv_heads] or empty: slot that the lane's next token
                        //     overwrites when it comes alone; < 0 = it is appended
-  TensorView
-      attention_sum;      // f32 [blocks, 16] or empty: attention that each live slot has got, see
-                          //     AttendParams.accumulate
+  // What attention each live slot has got, see AttendParams.accumulate.
+  TensorView attention_stats;  // f32 [blocks, channels, 16] or empty
+  TensorView stats_start;      // f32 [channels], what an appended slot begins with
   TensorView lane_state;  // u8  [rows, layers, kv_heads, bytes] or empty: what the fused R-KV pass
                           //     keeps of lanes with replace >= 0; layout of rkv_state.h
   int64_t state_slots = 0;  // longest lane that lane_state can describe
@@ -36,6 +36,7 @@ struct KvCacheView {
   int64_t num_kv_heads() const { return block_table.shape[2]; }
   int64_t max_blocks() const { return block_table.shape[3]; }
   int64_t num_blocks() const { return key_blocks.shape[0]; }
+  int64_t stats_channels() const { return attention_stats.empty() ? 0 : attention_stats.shape[1]; }
   int64_t window() const { return query_ring.empty() ? 0 : query_ring.shape[3]; }
   DType dtype() const { return key_blocks.dtype; }
   RkvStateLayout StateLayout() const { return {state_slots, window(), head_dim}; }
@@ -91,11 +92,16 @@ struct KvCacheView {
           .DType(DType::kI32)
           .Contiguous()
           .Check(replace, "replace", &dims);
-    if (!attention_sum.empty())
-      MatchTensor({"blocks", "16"})
+    if (!attention_stats.empty()) {
+      MatchTensor({"blocks", "channels", "16"})
           .DType(DType::kF32)
           .Contiguous()
-          .Check(attention_sum, "attention_sum", &dims);
+          .Check(attention_stats, "attention_stats", &dims);
+      MatchTensor({"channels"})
+          .DType(DType::kF32)
+          .Contiguous()
+          .Check(stats_start, "stats_start", &dims);
+    }
     if (!lane_state.empty()) {
       MatchTensor({"rows", "layers", "kv_heads", "state_bytes"})
           .DType(DType::kU8)

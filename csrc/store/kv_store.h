@@ -46,7 +46,7 @@ class KvStore {
 
   // Makes `count` copies of `parent` that can be extended and evicted independently. copy = false
   // shares full blocks and copies the open one; copy = true copies all live blocks (for sequences
-  // that evict: compaction rewrites slots in place). With attention_sum blocks are always copied:
+  // that evict: compaction rewrites slots in place). With attention_stats blocks are always copied:
   // every token adds to all of them. What belongs to the row (query ring, replace, lane_state) is
   // copied in both. Throws OutOfBlocks if blocks or rows do not suffice. Source: KV-Rescue,
   // appendix C.

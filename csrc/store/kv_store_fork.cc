@@ -15,7 +15,7 @@ TensorView KvStore::IdsView(std::vector<int32_t>& ids) {
 // ---- branching
 
 int64_t KvStore::BlocksToFork(SeqId parent, int64_t count, bool copy) const {
-  copy |= !view_.attention_sum.empty();
+  copy |= !view_.attention_stats.empty();
   const int64_t row = Row(parent);
   KV_CHECK(count >= 0) << "count: expected >= 0, got " << count;
   int64_t blocks = 0;
@@ -29,7 +29,7 @@ int64_t KvStore::BlocksToFork(SeqId parent, int64_t count, bool copy) const {
 }
 
 std::vector<SeqId> KvStore::Fork(SeqId parent, int64_t count, bool copy, Stream stream) {
-  copy |= !view_.attention_sum.empty();
+  copy |= !view_.attention_stats.empty();
   const int64_t needed = BlocksToFork(parent, count, copy), from = Row(parent);
   if (count > FreeRows()) {
     throw OutOfBlocks("Fork: needs " + std::to_string(count) + " rows, " +

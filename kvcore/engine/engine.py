@@ -313,7 +313,7 @@ def _make_cache(
         rows=config.max_seqs,
         max_len=context_len,
         window=policy.window if policy is not None else 0,
-        accumulates=policy is not None and policy.accumulates,
+        accumulates=policy.accumulates if policy is not None else None,
         **_steady(policy, shape),
     )
 

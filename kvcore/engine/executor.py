@@ -64,7 +64,7 @@ class Executor:
                 if seq.handle is None:
                     continue
                 # What was overwritten, or has added attention, is fed again.
-                if store.num_replaced(seq.handle) > 0 or self._cache.attention_sum is not None:
+                if store.num_replaced(seq.handle) > 0 or self._cache.stats_plane is not None:
                     self.drop_cache(seq)
                 else:
                     store.truncate(seq.handle, count)

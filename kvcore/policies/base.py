@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ class Policy(ABC):
     Attributes:
         name: as given to ``EvictionConfig.policy``.
         observes: whether it reads the query ring.
-        accumulates: whether it reads the attention that entries have got.
+        accumulates: what it reads of the attention that entries have got, as ``KVCache`` names it.
     """
 
     name: ClassVar[str]
     observes: ClassVar[bool] = False
-    accumulates: ClassVar[bool] = False
+    accumulates: ClassVar[Literal["sum", "per_head"] | None] = None
 
     def __init__(self, config: EvictionConfig) -> None:
         """Raises ``ValueError``: settings that this policy cannot work with."""

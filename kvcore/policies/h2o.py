@@ -19,10 +19,10 @@ class H2O(Policy):
     """
 
     name = "h2o"
-    accumulates = True
+    accumulates = "sum"
 
     def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
-        score = cache.attention_sums(seqs)
+        score = cache.attention_stats(seqs).squeeze(-2)
         bad = (score.isnan() | (score == torch.inf)).nonzero()
         if len(bad):
             seq, layer, head, _ = bad[0].tolist()

@@ -261,7 +261,7 @@ void Exp(const float* x, float* y, int64_t n) {
 }  // namespace
 
 extern const AttendKernels kAttendKernels = {kOfTypes<NoObserver>, kOfTypes<RkvObserver<true>>,
-                                             kOfTypes<RkvObserver<false>>, kOfTypes<SumObserver>,
+                                             kOfTypes<RkvObserver<false>>, kOfTypes<StatsObserver>,
                                              Exp};
 
 }  // namespace KV_ISA_NAMESPACE

@@ -25,9 +25,9 @@ struct NoObserver {
 };
 
 // Attention that slots have got (AttendParams.accumulate).
-struct SumObserver {
+struct StatsObserver {
   static constexpr int kExtraRows = 0;
-  KV_INLINE explicit SumObserver(const AttendTile& tile) : t(tile) {}
+  KV_INLINE explicit StatsObserver(const AttendTile& tile) : t(tile) {}
   template <typename T>
   KV_INLINE void PackExtra(float*) {}
 
@@ -40,15 +40,24 @@ struct SumObserver {
 
   template <typename T>
   KV_INLINE void Finish(const float* max, const float* sum) {
+    const bool per_head = t.stats_channels > 1;
     for (int64_t r = 0; r < t.num_rows; ++r) {
-      const int64_t limit = t.limit + (t.first_row + r) / t.group;
-      const float share = 1.0f / (sum[r] * static_cast<float>(t.group));
+      const int64_t row = t.first_row + r, limit = t.limit + row / t.group;
+      const float share = 1.0f / (sum[r] * static_cast<float>(per_head ? 1 : t.group));
       const float* const kept = t.kept + r * t.kept_stride;
       for (int64_t j = 0; j < limit; j += kWidth) {
-        const F live = ExpBelow80<kWidth>(Load<F>(kept + j) * t.scale - max[r]) * share;
-        const F got = Iota<kWidth>() < static_cast<int32_t>(limit - j) ? live : F{};
-        float* const to = t.attention_sum + int64_t{t.table[j / kBlock]} * kBlock + j % kBlock;
-        Store(to, Load<F>(to) + got);
+        const F got = ExpBelow80<kWidth>(Load<F>(kept + j) * t.scale - max[r]) * share;
+        const auto live = Iota<kWidth>() < static_cast<int32_t>(limit - j);
+        float* const slot =
+            t.stats + int64_t{t.table[j / kBlock]} * t.stats_channels * kBlock + j % kBlock;
+        float* const total = per_head ? slot + (2 * t.group + row % t.group) * kBlock : slot;
+        Store(total, Load<F>(total) + (live ? got : F{}));
+        if (!per_head) continue;
+        float* const smallest = total - t.group * kBlock;
+        float* const largest = smallest - t.group * kBlock;
+        const F low = Load<F>(smallest), high = Load<F>(largest);
+        Store(smallest, live && got < low ? got : low);
+        Store(largest, live && got > high ? got : high);
       }
     }
   }
