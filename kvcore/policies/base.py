@@ -103,15 +103,26 @@ def score_and_limit(
     score = policy.score(cache, seqs)
     if config.scope == "global":
         score = _mean_over_lanes(score, cache.positions(seqs))
-    budgets = torch.tensor(config.budgets(cache.shape.layers), dtype=torch.int32)
-    limit = budgets[:, None].expand(score.shape[:3])
-    if config.protect_prompt:
-        prompt = prompt_slots(cache, seqs, prompt_lens)
+    limit, prompt = even_budgets(config, cache, seqs, prompt_lens)
+    if prompt is not None:
         score[..., : prompt.shape[-1]].masked_fill_(prompt, torch.inf)
-        limit = limit + prompt.sum(-1, dtype=torch.int32)
     if config.head_budgets == "adaptive":
         limit = share_by_score(score, limit)
     return score, (limit + config.protect).contiguous()
+
+
+def even_budgets(
+    config: EvictionConfig, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]
+) -> tuple[Tensor, Tensor | None]:
+    """What each lane may hold beside its newest ``protect`` slots when heads share evenly, i32
+    [seqs, layers, kv_heads], and the slots of a protected prompt, which come on top.
+    """
+    budgets = torch.tensor(config.budgets(cache.shape.layers), dtype=torch.int32)
+    limit = budgets[:, None].expand(len(seqs), -1, cache.shape.kv_heads)
+    if not config.protect_prompt:
+        return limit, None
+    prompt = prompt_slots(cache, seqs, prompt_lens)
+    return limit + prompt.sum(-1, dtype=torch.int32), prompt
 
 
 def prompt_slots(cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]) -> Tensor:

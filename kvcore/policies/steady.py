@@ -8,7 +8,7 @@ import torch
 
 from kvcore import ops
 from kvcore.cache import KVCache
-from kvcore.policies.base import Policy, evict, prompt_slots, score_and_limit
+from kvcore.policies.base import Policy, even_budgets, evict, score_and_limit
 
 
 def elect(policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]) -> int:
@@ -26,7 +26,7 @@ def elect(policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequ
     """
     rows = cache.rows(seqs).long()
     length = cache.lane_len[rows]
-    limit = _limits(policy, cache, seqs, prompt_lens)
+    limit = even_budgets(policy.config, cache, seqs, prompt_lens)[0] + policy.config.protect
     over = (length > limit).flatten(1).any(1)
     dropped = 0
     if bool(over.any()):
@@ -46,18 +46,6 @@ def elect(policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequ
         slots = torch.where(found > 0, lowest[..., 0], -1)
         cache.replace[rows[chosen]] = slots.to(torch.int32)
     return dropped
-
-
-def _limits(
-    policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]
-) -> torch.Tensor:
-    """i32 [seqs, layers, kv_heads]: what each lane may hold."""
-    config = policy.config
-    budgets = torch.tensor(config.budgets(cache.shape.layers), dtype=torch.int32)
-    limit = (budgets + config.protect)[:, None].expand(len(seqs), -1, cache.shape.kv_heads)
-    if config.protect_prompt:
-        limit = limit + prompt_slots(cache, seqs, prompt_lens).sum(-1, dtype=torch.int32)
-    return limit
 
 
 def _build_missing(
