@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2
 from kvcore.config import EngineConfig, SamplingParams
 from kvcore.engine import Engine, GenerateSpec
 from kvcore.models import bind_model
-from kvcore.models.prepack import can_prepack, prepack_linears
+from kvcore.models.prepack import prepack_linears
 from kvcore.native import _C
 
 PROMPT = (
@@ -144,8 +144,7 @@ def main() -> None:
 
     dtype = getattr(torch, args.dtype)
     stock, packed = load_transformers(args.model, dtype), load_transformers(args.model, dtype)
-    if can_prepack(dtype):
-        prepack_linears(packed)
+    prepack_linears(packed)
     bound = bind_model(load_transformers(args.model, dtype), None)
     object.__setattr__(bound, "eos_ids", frozenset())  # all three decode the same number of tokens
     engine = Engine(bound, EngineConfig(max_seqs=max(args.batch), context_len=2048))

@@ -12,7 +12,13 @@ from torch import nn
 
 from kvcore.engine import Engine
 from kvcore.models import LoadedModel, bind_model
-from kvcore.models.prepack import PackedLinear, can_prepack, prepack_linears
+from kvcore.models.prepack import (
+    MIN_FLOAT32_WEIGHTS,
+    PackedLinear,
+    can_prepack,
+    is_worth_packing,
+    prepack_linears,
+)
 
 needs_bf16 = pytest.mark.skipif(
     not can_prepack(torch.bfloat16), reason="oneDNN computes no bf16 products here"
@@ -30,6 +36,12 @@ each_shape = pytest.mark.parametrize(
     "shape", [(64, 96), (100, 36), (257, 130), (8, 512), (896, 128), (1, 1)]
 )
 ROWS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64)
+
+
+@pytest.fixture
+def pack_small(monkeypatch):
+    """The models of these tests are tiny."""
+    monkeypatch.setattr("kvcore.models.prepack.MIN_FLOAT32_WEIGHTS", 1)
 
 
 def make_linear(inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> nn.Linear:
@@ -101,7 +113,7 @@ def test_input_that_is_not_contiguous_gives_the_same(dtype):
 
 
 @each_dtype
-def test_every_weight_is_freed_as_soon_as_it_is_packed(dtype, monkeypatch):
+def test_every_weight_is_freed_as_soon_as_it_is_packed(dtype, monkeypatch, pack_small):
     module = make_module("qwen2", dtype=dtype)
     names = linears(module)
     weights = [storage_of(module.get_submodule(name)) for name in names]
@@ -121,7 +133,7 @@ def test_every_weight_is_freed_as_soon_as_it_is_packed(dtype, monkeypatch):
 
 
 @each_dtype
-def test_a_weight_that_the_embedding_shares_stays_there(dtype):
+def test_a_weight_that_the_embedding_shares_stays_there(dtype, pack_small):
     module = make_module("qwen2", dtype=dtype, tie_word_embeddings=True)
     embedding = module.model.embed_tokens.weight
     assert module.lm_head.weight is embedding
@@ -142,22 +154,31 @@ def bind(dtype: torch.dtype, **options: object) -> LoadedModel:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_model_is_packed_where_that_is_possible(dtype):
+def test_a_model_is_packed_where_that_is_possible(dtype, pack_small):
     model = bind(dtype)
     assert model.prepacked == can_prepack(dtype) == (linears(model.model) == [])
     assert (packed(model.model) != []) == model.prepacked
     assert not can_prepack(torch.float16)
 
 
+@needs_f32
+def test_small_float32_weights_stay_as_they_are():
+    rows = MIN_FLOAT32_WEIGHTS // 64
+    assert is_worth_packing(make_linear(64, rows, bias=False, dtype=torch.float32))
+    assert not is_worth_packing(make_linear(64, rows - 1, bias=False, dtype=torch.float32))
+    model = bind(torch.float32)
+    assert not model.prepacked and packed(model.model) == []
+
+
 @each_dtype
-def test_packing_can_be_switched_off(dtype):
+def test_packing_can_be_switched_off(dtype, pack_small):
     model = bind(dtype, prepack=False)
     assert not model.prepacked and packed(model.model) == []
 
 
 @each_dtype
 @pytest.mark.parametrize("spec", [greedy(60), sampled(60, key=7)], ids=["greedy", "sampled"])
-def test_an_engine_decodes_the_same_tokens_either_way(spec, dtype):
+def test_an_engine_decodes_the_same_tokens_either_way(spec, dtype, pack_small):
     prompts = make_prompts((1, 5, 17, 50))
     answers = []
     for prepack in (True, False):

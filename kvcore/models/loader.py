@@ -22,7 +22,7 @@ from transformers import (
 
 from kvcore.cache import CacheShape
 from kvcore.models.attention import ATTENTION_NAME, register_attention
-from kvcore.models.prepack import can_prepack, prepack_linears
+from kvcore.models.prepack import prepack_linears
 from kvcore.models.support import UnsupportedModel, cache_shape, check_supported
 from kvcore.models.token_bytes import token_byte_list
 from kvcore.models.token_head import load_token_head_model
@@ -89,9 +89,7 @@ def bind_model(
     register_attention()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
     model.eval().requires_grad_(False)
-    prepacked = prepack and can_prepack(dtype)
-    if prepacked:
-        prepack_linears(model)
+    prepacked = prepack and prepack_linears(model) > 0
     rows = config.vocab_size
     pieces = [b""] * rows if tokenizer is None else token_byte_list(tokenizer)[:rows]
     generation = getattr(model, "generation_config", None)
@@ -182,8 +180,8 @@ def load_model(
     Args:
         dtype: "float32", "bfloat16" or "float16"; None takes the checkpoint's.
         device: only "cpu" in this version.
-        prepack: keep linear weights in oneDNN's packed layout, which is faster (float32 and, where
-            the CPU has instructions for it, bfloat16).
+        prepack: keep linear weights in oneDNN's packed layout, where that is faster (large
+            weights in float32; all in bfloat16 if the CPU has instructions for it).
         argument: name used in error messages.
     Raises:
         ValueError: no such directory, damaged files, or an unknown dtype or device.

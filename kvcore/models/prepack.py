@@ -2,13 +2,15 @@
 
 Stock ``torch`` linears re-order the weight on every call; at 1 to 64 rows that costs up to several
 times the product itself. In bf16 the packed product is bitwise the stock one. In float32 it differs
-by rounding, and a row's result does not depend on the rows beside it.
+by rounding, and pays for large weights only: a packed product costs some 40 us before it begins.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+MIN_FLOAT32_WEIGHTS = 1 << 18
 
 
 class PackedLinear(nn.Module):
@@ -36,8 +38,17 @@ def can_prepack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+def is_worth_packing(linear: nn.Linear) -> bool:
+    """Whether its packed form exists here and is faster."""
+    if not can_prepack(linear.weight.dtype):
+        return False
+    large = linear.weight.numel() >= MIN_FLOAT32_WEIGHTS
+    return large or linear.weight.dtype != torch.float32
+
+
 def prepack_linears(model: nn.Module) -> int:
-    """Replace every ``nn.Linear`` below ``model``, one at a time; returns how many.
+    """Replace every ``nn.Linear`` below ``model`` whose packed form is faster, one at a time;
+    returns how many.
 
     Modifies ``model``. A weight shared with an embedding stays there; other weights are freed.
     """
@@ -45,6 +56,7 @@ def prepack_linears(model: nn.Module) -> int:
     parents = [m for m in model.modules() if type(m) is not nn.Linear]  # holds no weight alive
     for parent in parents:
         for name in [n for n, child in parent.named_children() if type(child) is nn.Linear]:
-            setattr(parent, name, PackedLinear(getattr(parent, name)))
-            count += 1
+            if is_worth_packing(getattr(parent, name)):  # no variable keeps the weight alive
+                setattr(parent, name, PackedLinear(getattr(parent, name)))
+                count += 1
     return count
