@@ -42,8 +42,7 @@ QWEN_05B = Qwen2Config(
     max_position_embeddings=32768,
     tie_word_embeddings=True,
 )
-# Two bf16 steps at magnitude 32, the size of this family's largest logits; float32 as well loses
-# more than a step on the way there.
+# bf16: two steps at magnitude 32, the size of this family's largest logits.
 LOGIT_TOLERANCE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
 
 
