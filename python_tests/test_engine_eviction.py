@@ -14,10 +14,11 @@ from engine_tools import (
     sampled,
     small_config,
 )
-from tiny_models import make_model
+from tiny_models import make_model, make_module
 
 from kvcore.config import EvictionConfig
 from kvcore.engine import Engine
+from kvcore.models import UnsupportedModel, bind_model
 
 RKV = EVICTING["rkv"]
 
@@ -159,6 +160,28 @@ def test_not_finite_keys_fail_their_sequence_and_no_other(model):
     fresh = Engine(model, small_config(), eviction=RKV)
     [expected] = generate(fresh, [prompts[1]], greedy(80))
     assert engine.tokens(good) == prompts[1] + expected
+
+
+class OwnAttention(torch.nn.Module):
+    """Attention that takes no notice of the implementation it is given."""
+
+    def forward(self, hidden_states, **kwargs):
+        return hidden_states, None
+
+
+@pytest.mark.parametrize("eviction", [RKV, None], ids=["rkv", "full"])
+def test_a_model_whose_attention_gives_no_queries_is_refused_by_name(eviction):
+    module = make_module("qwen2")
+    module.model.layers[1].self_attn = OwnAttention()
+    engine = Engine(bind_model(module, None), small_config(), eviction=eviction)
+    seq = engine.add([1, 2, 3], greedy(4))
+    with pytest.raises(
+        UnsupportedModel, match=r"^model: expected all 2 layers .* got 1: .*queries"
+    ):
+        run(engine)
+    assert engine.tokens(seq) == [1, 2, 3] and engine.stats.generated_tokens == 0
+    engine.release(seq)
+    assert engine.free_blocks == engine.num_blocks
 
 
 def test_random_scores_are_a_function_of_seed_layer_head_and_position(model):

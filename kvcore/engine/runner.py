@@ -30,12 +30,20 @@ class ModelRunner:
             logit_rows: i64 [rows], token indices whose output is wanted.
         Returns:
             [rows, vocabulary] (or [rows, labels] with a head), None for no rows.
+        Raises:
+            UnsupportedModel: a layer attends without the cache.
         """
+        context = AttentionContext(self._cache, batch)
+        output = self._run(tokens, context, logit_rows)
+        context.check_complete()
+        return output
+
+    def _run(self, tokens: Tensor, context: AttentionContext, logit_rows: Tensor) -> Tensor | None:
         inputs = {
             "input_ids": tokens[None],
-            "position_ids": batch.positions[None],
+            "position_ids": context.batch.positions[None],
             "use_cache": False,
-            "kv_batch": AttentionContext(self._cache, batch),
+            "kv_batch": context,
         }
         if len(logit_rows) == 0:
             self._trunk(**inputs)

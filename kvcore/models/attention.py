@@ -14,17 +14,28 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvcore.cache import KVCache
+from kvcore.models.support import UnsupportedModel
 from kvcore.ops import RaggedBatch
 
 ATTENTION_NAME = "kvcore"
 
 
-@dataclass(frozen=True)
+@dataclass
 class AttentionContext:
-    """The cache and the ragged batch of one forward."""
+    """The cache and the ragged batch of one forward, and how many layers have attended so far."""
 
     cache: KVCache
     batch: RaggedBatch
+    layers: int = 0
+
+    def check_complete(self) -> None:
+        """After the forward. Raises ``UnsupportedModel`` if a layer did not attend to the cache."""
+        expected = self.cache.shape.layers
+        if self.layers != expected:
+            raise UnsupportedModel(
+                f"model: expected all {expected} layers to attend through the cache, got "
+                f"{self.layers}: attention of a model's own gives it no queries, keys and values"
+            )
 
 
 def kv_attention(
@@ -55,6 +66,7 @@ def kv_attention(
         kv_batch.batch,
         scaling,
     )
+    kv_batch.layers += 1
     return out[None], None
 
 
