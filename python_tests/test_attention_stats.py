@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+from support.policy_oracles import attention
 
 from kvcore.cache import CacheShape, KVCache
 
 SHAPE = CacheShape(layers=2, q_heads=6, kv_heads=2, head_dim=16, dtype=torch.float32)
 GROUP = 3
-SCALE = 0.25
+SCALE = SHAPE.head_dim**-0.5  # as the oracle has it
 
 
 @dataclass
@@ -39,9 +40,8 @@ class Model:
             lane = self.lanes[layer, head]
             lane[position] = Entry(key[head])
             keys = np.stack([entry.key for entry in lane.values()])
-            logit = SCALE * keys @ query[head * GROUP : (head + 1) * GROUP].T
-            share = np.exp(logit - logit.max(0))
-            share /= share.sum(0)
+            mine = query[head * GROUP : (head + 1) * GROUP]
+            share = np.stack([attention(keys, q[None], 0, 1) for q in mine], axis=1)
             for entry, got in zip(lane.values(), share, strict=True):
                 entry.largest = np.maximum(entry.largest, got)
                 entry.smallest = np.minimum(entry.smallest, got)
