@@ -123,6 +123,7 @@ void BindStore(py::module_& m) {
       .def("free_blocks", [](const BoundStore& s) { return s.store.FreeBlocks(); })
       .def("free_rows", [](const BoundStore& s) { return s.store.FreeRows(); })
       .def("num_sequences", [](const BoundStore& s) { return s.store.NumSequences(); })
+      .def("sequences", [](const BoundStore& s) { return s.store.Sequences(); })
       .def(
           "check_integrity", [](const BoundStore& s) { s.store.CheckIntegrity(); }, NoGil())
       .def(

@@ -269,6 +269,12 @@ int64_t KvStore::Row(SeqId seq) const {
   return found->second;
 }
 
+std::vector<SeqId> KvStore::Sequences() const {
+  std::vector<SeqId> seqs;
+  for (const auto& [seq, row] : row_of_) seqs.push_back(seq);
+  return seqs;
+}
+
 std::vector<int32_t> KvStore::Rows(const std::vector<SeqId>& seqs) const {
   std::vector<int32_t> rows(seqs.size());
   std::vector<uint8_t> seen(view_.num_rows(), 0);

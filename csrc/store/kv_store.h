@@ -72,6 +72,7 @@ class KvStore {
   int64_t FreeBlocks() const { return pool_.num_free(); }
   int64_t FreeRows() const { return static_cast<int64_t>(free_rows_.size()); }
   int64_t NumSequences() const { return static_cast<int64_t>(row_of_.size()); }
+  std::vector<SeqId> Sequences() const;  // live ones, in no particular order
   const KvCacheView& view() const { return view_; }
 
   // Every table entry in use is referenced as often as counted, lengths fit their blocks, rows are

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -56,9 +58,8 @@ class Engine:
             )
         policy = make_policy(self.eviction)
         self._cache = _make_cache(model, config, self.context_len, policy)
-        evicts = self.eviction.evicts
         self._scheduler = Scheduler(
-            self._cache, evicts=evicts, max_batched_tokens=config.max_batched_tokens
+            self._cache, eviction=self.eviction, max_batched_tokens=config.max_batched_tokens
         )
         self._generator = Generator(model, detector, self.context_len)
         self._executor = Executor(
@@ -66,7 +67,8 @@ class Engine:
         )
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
-        self._events: list[StepEvent] = []  # found outside a forward, delivered by the next step
+        self._events: list[StepEvent] = []  # not yet delivered
+        self._settled = True  # no call was cut short
 
     # ---- the six verbs -------------------------------------------------------------------------
 
@@ -80,12 +82,13 @@ class Engine:
         ids = self._check_tokens(tokens, 0)
         if generate is not None:
             self._check_generates(generate)
-        seq = Sequence(self._next_id, (self._next_id, self._next_id), ids, len(ids))
-        self._register(seq)
-        if generate is None:
-            self._queue_feed(seq, 0, Output.NONE)
-        else:
-            seq.generating = self._generator.open(generate)
+        with self._changing():
+            seq = Sequence(self._next_id, (self._next_id, self._next_id), ids, len(ids))
+            if generate is None:
+                self._queue_feed(seq, 0, Output.NONE)
+            else:
+                seq.generating = self._generator.open(generate)
+            self._register(seq)
         return seq.seq_id
 
     def fork(self, seq: int, specs: Seq[GenerateSpec | None]) -> list[int]:
@@ -104,21 +107,22 @@ class Engine:
                 if len(parent.tokens) >= self.context_len:
                     raise ValueError(f"seq: {seq} fills the context of {self.context_len} tokens")
         children = []
-        for spec in specs:
-            child = Sequence(
-                self._next_id,
-                (parent.order[0], self._next_id),
-                list(parent.tokens),
-                parent.prompt_len,
-                parent=parent,
-                parent_version=parent.version,
-                started=False,
-            )
-            self._register(child)
-            parent.waiting_children += 1
-            if spec is not None:
-                child.generating = self._generator.open(spec)
-            children.append(child.seq_id)
+        with self._changing():
+            for spec in specs:
+                child = Sequence(
+                    self._next_id,
+                    (parent.order[0], self._next_id),
+                    list(parent.tokens),
+                    parent.prompt_len,
+                    parent=parent,
+                    parent_version=parent.version,
+                    started=False,
+                )
+                if spec is not None:
+                    child.generating = self._generator.open(spec)
+                self._register(child)
+                parent.waiting_children += 1
+                children.append(child.seq_id)
         return children
 
     def extend(self, seq: int, tokens: Seq[int], output: Output = Output.NONE) -> None:
@@ -135,10 +139,11 @@ class Engine:
         if (output is Output.HEAD) != self.model.has_head and output is not Output.NONE:
             raise ValueError(f"output: {output.value!r} is not what model {self.model.name!r} has")
         ids = self._check_tokens(tokens, len(target.tokens))
-        first = len(target.tokens)
-        target.tokens.extend(ids)
-        target.version += 1
-        self._queue_feed(target, first, output)
+        with self._changing():
+            first = len(target.tokens)
+            target.tokens.extend(ids)
+            target.version += 1
+            self._queue_feed(target, first, output)
 
     def adopt(self, parent: int, child: int) -> None:
         """``parent`` becomes what ``child`` is, tokens and cache; the child's id dies.
@@ -156,14 +161,22 @@ class Engine:
                 raise ValueError(f"seq: {seq.seq_id} still has tokens to take in")
         if not new.started:
             raise ValueError(f"child: {child} has not started")
-        if old.handle is not None:
-            self._cache.store.release(old.handle)
-        for name in ("tokens", "handle", "cached", "high_water", "segments", "next_segment"):
-            setattr(old, name, getattr(new, name))
-        old.prompt_len = new.prompt_len
-        old.parent = None
-        old.version += 1
-        del self._sequences[child]
+        with self._changing():
+            before = new.version
+            left = old.handle
+            taken = ("tokens", "prompt_len", "handle", "cached", "high_water", "segments")
+            taken += ("next_segment", "longest_piece")
+            changed = {name: getattr(new, name) for name in taken}
+            vars(old).update(changed, parent=None, version=old.version + 1)
+            new.handle = None
+            # What was forked from the child can now be forked from the parent again.
+            for seq in self._sequences.values():
+                if seq.parent is new:
+                    seq.parent = old if seq.parent_version == before else None
+                    seq.parent_version = old.version
+            del self._sequences[child]
+            if left is not None:
+                self._cache.store.release(left)
 
     def release(self, seq: int) -> None:
         """Forget a sequence in any state; a generation is aborted without an event.
@@ -173,34 +186,44 @@ class Engine:
         """
         target = self._get(seq)
         self._check_no_waiting_children(target)
-        self._executor.drop_cache(target)
-        if target.generating is not None:
-            self._generator.close(target.generating)
-        if target.parent is not None and not target.started:
-            target.parent.waiting_children -= 1
-        del self._sequences[seq]
+        with self._changing():
+            del self._sequences[seq]
+            if target.parent is not None and not target.started:
+                target.parent.waiting_children -= 1
+            if target.generating is not None:
+                self._generator.close(target.generating)
+            self._executor.drop_cache(target)
 
     def step(self) -> list[StepEvent]:
         """One forward over what fits, then sample, detect and evict. [] when there is no work.
 
-        A sequence that fails gets an ``error`` event and keeps its id; the others go on.
+        A sequence that fails gets an ``error`` event and keeps its id; the others go on. When this
+        raises (the model or a policy breaks down, Ctrl-C), every sequence is as it was or has
+        advanced, no event is lost, and the next call goes on.
         """
         begin = time.perf_counter()
-        events, self._events = self._events, []
-        plan = self._scheduler.plan(self._sequences.values())
-        self.stats.preemptions += plan.preempted
-        for seq, message in plan.failed:
-            events.append(self._executor.fail(seq, message))
-        if plan.seqs:
-            events += self._executor.run(plan)
+        with self._changing():
+            plan = self._scheduler.plan(self._sequences.values())
+            self.stats.preemptions += plan.preempted
+            for seq, message in plan.failed:
+                self._executor.fail(seq, message)
+            if plan.seqs:
+                self._executor.run(plan, self._events)
+            elif not (plan.failed or plan.started or self._events):
+                self._fail_stuck()
+            self._tell_errors()
         self.stats.total_seconds += time.perf_counter() - begin
+        events, self._events = self._events, []
         return events
 
     # ---- queries -------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self._events) or any(s.busy for s in self._sequences.values())
+        return bool(self._events) or any(
+            seq.busy or (seq.error is not None and not seq.error_told)
+            for seq in self._sequences.values()
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -247,6 +270,54 @@ class Engine:
         return self._generator.text(tokens)
 
     # ---- helpers -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Everything that changes the engine happens inside. If it is cut short, what it left is
+        brought in order at once or, if that fails as well, before the next change.
+        """
+        self._settle()
+        self._settled = False
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._settle()
+            raise
+        self._settled = True
+
+    def _settle(self) -> None:
+        """Bring in order what an exception left: each sequence as before the call, or after it."""
+        if self._settled:
+            return
+        store, sequences = self._cache.store, list(self._sequences.values())
+        for seq in sequences:
+            if seq.handle is not None and not store.is_live(seq.handle):
+                seq.forget_cache()
+        self._executor.finish(self._events)
+        for seq in sequences:
+            self._executor.settle(seq)
+            seq.waiting_children = 0
+        for seq in sequences:
+            if seq.parent is not None and not seq.started:
+                seq.parent.waiting_children += 1
+        owned = {seq.handle for seq in sequences}
+        for handle in store.sequences():
+            if handle not in owned:
+                store.release(handle)
+        self._settled = True
+
+    def _fail_stuck(self) -> None:
+        """A sequence that nothing could be planned for must not keep others waiting."""
+        busy = [seq for seq in self._sequences.values() if seq.busy]
+        if busy:
+            self._executor.fail(min(busy, key=lambda seq: seq.order), "internal: it cannot go on")
+
+    def _tell_errors(self) -> None:
+        for seq in self._sequences.values():
+            if seq.error is not None and not seq.error_told:
+                self._events.append(StepEvent(seq.seq_id, error=seq.error))
+                seq.error_told = True
 
     def _register(self, seq: Sequence) -> None:
         self._sequences[seq.seq_id] = seq

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvcore.config import SamplingParams
+from kvcore.config import SamplingParams, require, require_int
 
 
 class Finish(enum.Enum):
@@ -44,12 +44,21 @@ class GenerateSpec:
         rng_key: u64; token i of this generation draws with counter i under this key.
         stop_at_step: stop after the token whose bytes complete "\\n\\n".
         detect: run the engine's detector on this generation.
+    Raises:
+        ValueError: a field of another type, or a key that is no u64.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     rng_key: int = 0
     stop_at_step: bool = False
     detect: bool = False
+
+    def __post_init__(self) -> None:
+        ok = isinstance(self.sampling, SamplingParams)
+        require(ok, "sampling", "SamplingParams", self.sampling)
+        require_int(self.rng_key, "rng_key", 0, 2**64 - 1)
+        require(isinstance(self.stop_at_step, bool), "stop_at_step", "a bool", self.stop_at_step)
+        require(isinstance(self.detect, bool), "detect", "a bool", self.detect)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,10 @@
-"""One forward over a plan and all that follows from it: count, evict, deliver, sample."""
+"""One forward over a plan and all that follows from it: draw, count, deliver, evict.
+
+A step goes through two parts. The first computes: the forward, the draws, the values that were
+asked for; it writes nothing but the newest slots of the cache, which can be given back. The second
+writes what was computed (``commit``) and can be done again from any point. So whatever is raised in
+between, Ctrl-C included, every sequence can be brought to where it was or to where it should be.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,7 @@ import torch
 
 from kvcore.cache import KVCache
 from kvcore.config import EvictionConfig
+from kvcore.engine.commit import Commit, Draw, Entry
 from kvcore.engine.events import EngineStats, Output, StepEvent
 from kvcore.engine.generation import Generator
 from kvcore.engine.runner import ModelRunner
@@ -38,48 +45,129 @@ class Executor:
         self._generator = generator
         self._runner = ModelRunner(model, cache)
         self._stats = stats
+        self._commit: Commit | None = None  # computed and not yet written to its end
 
-    def run(self, plan: Plan) -> list[StepEvent]:
-        """Feed the planned tokens. Modifies the sequences and the cache; returns what happened.
+    def run(self, plan: Plan, events: list[StepEvent]) -> None:
+        """Feed the planned tokens, whose slots are reserved, and add what happened to ``events``.
 
-        If the forward itself raises, the reserved slots are given back and the error passes on.
+        Whatever this raises, ``settle`` makes it good.
         """
+        self._commit = self._compute(plan, len(events))
+        self.finish(events)
+
+    def finish(self, events: list[StepEvent]) -> None:
+        """Write what was computed, if something still has to be. May be interrupted and repeated.
+
+        A policy that breaks down is raised when all else is written; the sequences that it should
+        have looked at are fed again.
+        """
+        commit = self._commit
+        if commit is None:
+            return
+        commit.observe(self._generator)
+        for entry in commit.entries:
+            entry.write(self._generator)
+        for entry in commit.entries:
+            entry.close(self._generator)
+        failure: Exception | None = None
+        if not commit.looked:
+            try:
+                self._look(commit)
+            except Exception as error:
+                failure = error
+                for entry in self._due(commit):
+                    self.drop_cache(entry.seq)
+            commit.looked = True
+        self._count(commit)
+        alive = [entry for entry in commit.entries if entry.seq.error is None]
+        events[commit.place :] = [event for entry in alive for event in entry.events]
+        self._commit = None
+        if failure is not None:
+            raise failure
+
+    def settle(self, seq: Sequence) -> None:
+        """Make the cache of ``seq`` agree with what is counted as cached. REQUIRES: ``finish``."""
         store = self._cache.store
+        if seq.handle is None:
+            return
+        surplus = store.seq_len(seq.handle) - seq.cached
+        if seq.error is not None or surplus < 0:
+            self.drop_cache(seq)
+        elif surplus > 0:
+            # What was overwritten or evicted, or has added attention, is fed again.
+            try:
+                if self._cache.stats_plane is not None:
+                    raise ValueError("attention was added to older slots")
+                store.truncate(seq.handle, surplus)
+            except ValueError:
+                self.drop_cache(seq)
+
+    # ---- computing -----------------------------------------------------------------------------
+
+    def _compute(self, plan: Plan, num_events: int) -> Commit:
         handles = [s.handle for s in plan.seqs if s.handle is not None]
-        try:
-            batch = self._cache.batch(handles, plan.counts)
-            tokens: list[int] = []
-            rows: list[int] = []
-            wanted: list[int] = []  # output rows of each sequence
-            for seq, count in zip(plan.seqs, plan.counts, strict=True):
-                base = len(tokens)
-                tokens += seq.tokens[seq.cached : seq.cached + count]
-                mine = [base + p - seq.cached for p in self._output_positions(seq, count)]
-                rows += mine
-                wanted.append(len(mine))
-            begin = time.perf_counter()
-            logits = self._runner.forward(torch.tensor(tokens), batch, torch.tensor(rows))
-        except BaseException:
-            for seq, count in zip(plan.seqs, plan.counts, strict=True):
-                if seq.handle is None:
-                    continue
-                # What was overwritten, or has added attention, is fed again.
-                if store.num_replaced(seq.handle) > 0 or self._cache.stats_plane is not None:
-                    self.drop_cache(seq)
-                else:
-                    store.truncate(seq.handle, count)
-            raise
+        batch = self._cache.batch(handles, plan.counts)
+        tokens: list[int] = []
+        rows: list[int] = []
+        wanted: list[int] = []  # output rows of each sequence
+        for seq, count in zip(plan.seqs, plan.counts, strict=True):
+            base = len(tokens)
+            tokens += seq.tokens[seq.cached : seq.cached + count]
+            mine = [base + p - seq.cached for p in self._output_positions(seq, count)]
+            rows += mine
+            wanted.append(len(mine))
+        begin = time.perf_counter()
+        logits = self._runner.forward(torch.tensor(tokens), batch, torch.tensor(rows))
         self._stats.forward_seconds += time.perf_counter() - begin
-        if self._cache.replace is not None:
-            self._stats.evicted_slots += sum(store.num_replaced(handle) for handle in handles)
-        self._stats.decode_steps += 1
-        self._note_memory()
-        pieces = self._advance(plan)
         outputs = [None] * len(wanted) if logits is None else torch.split(logits, wanted)
-        events = self._evict(pieces)
-        events += self._finish_feeds(plan, outputs)
-        events += self._sample(plan, outputs)
-        return events
+        entries = [
+            self._entry(seq, count, output)
+            for seq, count, output in zip(plan.seqs, plan.counts, outputs, strict=True)
+        ]
+        drawn = self._draw(entries, outputs)
+        verdicts = [torch.zeros(drawn, dtype=torch.uint8) for _ in range(2)]
+        return Commit(entries, num_events, *verdicts)
+
+    def _entry(self, seq: Sequence, count: int, output: torch.Tensor | None) -> Entry:
+        assert seq.handle is not None
+        entry = Entry(
+            seq,
+            seq.handle,
+            cached=seq.cached + count,
+            length=len(seq.tokens),
+            recomputed=max(0, min(count, seq.high_water - seq.cached)),
+            replaced=self._cache.store.num_replaced(seq.handle),
+            ends_piece=seq.cached + count >= seq.segments[seq.next_segment],
+        )
+        if seq.work:
+            feed = entry.feed = seq.work[0]
+            entry.place = len(feed.values)
+            if output is not None and feed.output is Output.LOGPROBS:
+                first = max(seq.cached, feed.first - 1) + 1
+                ids = torch.tensor(seq.tokens[first : first + len(output)], dtype=torch.int64)
+                entry.values = token_logprobs(output, ids, self._vocab)
+            elif output is not None and feed.output is Output.HEAD and len(output):
+                entry.values = output[0].float()
+        return entry
+
+    def _draw(self, entries: Seq[Entry], outputs: Seq[torch.Tensor | None]) -> int:
+        """Draw for the sequences that have all their tokens; returns how many got one."""
+        ready = [
+            (entry, output)
+            for entry, output in zip(entries, outputs, strict=True)
+            if entry.seq.generating is not None
+            and entry.feed is None
+            and entry.cached == entry.length
+            and output is not None
+        ]
+        if not ready:
+            return 0
+        jobs = [entry.seq.generating for entry, _ in ready if entry.seq.generating is not None]
+        drawn = self._generator.draw(jobs, torch.cat([output for _, output in ready]))
+        columns = (drawn.token.tolist(), drawn.logprob.tolist(), drawn.entropy.tolist())
+        for (entry, _), job, token, logprob, entropy in zip(ready, jobs, *columns, strict=True):
+            entry.draw = Draw(job, len(job.tokens), token, logprob, entropy)
+        return sum(token >= 0 for token in columns[0])
 
     def _output_positions(self, seq: Sequence, count: int) -> range:
         """Positions within the next ``count`` tokens whose output somebody wants."""
@@ -93,36 +181,44 @@ class Executor:
             return range(end - 1, end)
         return range(0)
 
-    def _advance(self, plan: Plan) -> list[Sequence]:
-        """Count the tokens as cached; returns the sequences that completed a piece."""
-        done = []
-        for seq, count in zip(plan.seqs, plan.counts, strict=True):
-            self._stats.recomputed_tokens += max(0, min(count, seq.high_water - seq.cached))
-            if seq.advance(count):
-                done.append(seq)
-        return done
+    # ---- writing -------------------------------------------------------------------------------
 
-    def _evict(self, candidates: list[Sequence]) -> list[StepEvent]:
+    def _count(self, commit: Commit) -> None:
+        stats = self._stats
+        stats.decode_steps += 1
+        stats.kv_bytes_peak = max(stats.kv_bytes_peak, self._cache.bytes_in_use())
+        for entry in commit.entries:
+            stats.recomputed_tokens += entry.recomputed
+            if entry.feed_done and entry.feed is not None:
+                stats.prompt_tokens += entry.feed.count
+            stats.generated_tokens += entry.draw is not None and entry.draw.token >= 0
+            stats.evicted_slots += entry.replaced
+
+    def _look(self, commit: Commit) -> None:
+        """Evict where a piece has filled the cache. Looking again changes nothing."""
+        due = self._due(commit)
+        if not due:
+            return
+        try:
+            self._evict([entry.seq for entry in due])
+        except ValueError:  # some sequence has keys that are not finite: find out which
+            for entry in due:
+                try:
+                    self._evict([entry.seq])
+                except ValueError as error:
+                    self.fail(entry.seq, f"eviction failed: {error}")
+
+    def _due(self, commit: Commit) -> list[Entry]:
         if self._policy is None:
             return []
-        due = []
-        for seq in candidates:
-            assert seq.handle is not None
-            if self._is_due(seq, seq.handle):
-                due.append(seq)
-        if not due:
-            return []
-        try:
-            self._evict_now(due)
-            return []
-        except ValueError:  # some sequence has keys that are not finite: find out which
-            events = []
-            for seq in due:
-                try:
-                    self._evict_now([seq])
-                except ValueError as error:
-                    events.append(self.fail(seq, f"eviction failed: {error}"))
-            return events
+        return [
+            entry
+            for entry in commit.entries
+            if entry.ends_piece
+            and entry.seq.error is None
+            and entry.seq.handle == entry.handle
+            and self._is_due(entry.seq, entry.handle)
+        ]
 
     def _is_due(self, seq: Sequence, handle: int) -> bool:
         store, config, shape = self._cache.store, self._eviction, self._cache.shape
@@ -131,74 +227,27 @@ class Executor:
         kept = seq.prompt_len if config.protect_prompt else 0
         return store.total_slots(handle) >= (config.trigger + kept) * shape.lanes
 
-    def _evict_now(self, seqs: list[Sequence]) -> None:
+    def _evict(self, seqs: list[Sequence]) -> None:
         assert self._policy is not None
         handles = [s.handle for s in seqs if s.handle is not None]
-        for seq, handle in zip(seqs, handles, strict=True):
-            self._note_sequence(seq, handle)
+        largest = max(self._cache.bytes_of(handle) for handle in handles)
         step = elect if self._eviction.is_steady else evict
         dropped = step(self._policy, self._cache, handles, [s.prompt_len for s in seqs])
+        self._stats.kv_bytes_peak_seq = max(self._stats.kv_bytes_peak_seq, largest)
         self._stats.evictions += len(seqs)
         self._stats.evicted_slots += dropped
 
-    def _finish_feeds(self, plan: Plan, outputs: Seq[torch.Tensor | None]) -> list[StepEvent]:
-        events = []
-        for seq, count, output in zip(plan.seqs, plan.counts, outputs, strict=True):
-            if seq.error is not None or not seq.work:
-                continue
-            feed = seq.work[0]
-            begin = seq.cached - count
-            if output is not None and feed.output is Output.LOGPROBS:
-                first = max(begin, feed.first - 1) + 1
-                ids = torch.tensor(seq.tokens[first : first + len(output)], dtype=torch.int64)
-                feed.values.append(token_logprobs(output, ids, self._vocab))
-            elif output is not None and feed.output is Output.HEAD and len(output):
-                feed.values.append(output[0].float())
-            if seq.cached < feed.end:
-                continue
-            seq.work.popleft()
-            self._stats.prompt_tokens += feed.count
-            values = torch.cat(feed.values) if feed.values else None
-            events.append(StepEvent(seq.seq_id, extended=True, values=values))
-        return events
-
-    def _sample(self, plan: Plan, outputs: Seq[torch.Tensor | None]) -> list[StepEvent]:
-        ready = [
-            (seq, output)
-            for seq, output in zip(plan.seqs, outputs, strict=True)
-            if seq.generating is not None
-            and seq.error is None
-            and not seq.work
-            and seq.cached == len(seq.tokens)
-            and output is not None
-        ]
-        if not ready:
-            return []
-        logits = torch.cat([output for _, output in ready if output is not None])
-        events = self._generator.advance([seq for seq, _ in ready], logits)
-        self._stats.generated_tokens += sum(e.token is not None for e in events)
-        return events
-
-    def fail(self, seq: Sequence, message: str) -> StepEvent:
+    def fail(self, seq: Sequence, message: str) -> None:
         """Take a sequence out of service; it keeps its id until it is released."""
-        self.drop_cache(seq)
+        seq.error = message
         if seq.generating is not None:
             self._generator.close(seq.generating)
             seq.generating = None
         seq.work.clear()
-        seq.error = message
-        return StepEvent(seq.seq_id, error=message)
+        self.drop_cache(seq)
 
     def drop_cache(self, seq: Sequence) -> None:
         """Give the blocks of a sequence back, if it has any."""
         if seq.handle is not None:
             self._cache.store.release(seq.handle)
             seq.forget_cache()
-
-    def _note_memory(self) -> None:
-        self._stats.kv_bytes_peak = max(self._stats.kv_bytes_peak, self._cache.bytes_in_use())
-
-    def _note_sequence(self, seq: Sequence, handle: int) -> None:
-        self._stats.kv_bytes_peak_seq = max(
-            self._stats.kv_bytes_peak_seq, self._cache.bytes_of(handle)
-        )

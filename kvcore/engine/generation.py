@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
 from kvcore.config import DetectorConfig
-from kvcore.engine.events import Finish, GenerateSpec, Generation, StepEvent
+from kvcore.engine.events import Finish, GenerateSpec, Generation
 from kvcore.engine.sampling import sample
-from kvcore.engine.sequence import Generating, Sequence
+from kvcore.engine.sequence import Generating
 from kvcore.models.loader import LoadedModel
 from kvcore.native import _C
+from kvcore.ops import Samples
 
 _FIRINGS = {1: Finish.ENTROPY, 2: Finish.GZIP, 3: Finish.REPETITION}
 
 
 class Generator:
-    """Draws one token per ready sequence and decides who stops.
+    """Draws one token per ready generation and decides who stops.
 
     A token that is end of text, fires the detector and completes a step at once stops for the first
     of: no finite distribution, detector, end of text, step, length.
@@ -44,66 +46,61 @@ class Generator:
         return Generating(spec, self._monitor.open(spec.detect))
 
     def close(self, generating: Generating) -> None:
-        """End a generation without a result."""
-        self._monitor.close(generating.monitor)
+        """Forget a generation; does nothing the second time."""
+        with contextlib.suppress(ValueError):  # not open any more
+            self._monitor.close(generating.monitor)
 
     def text(self, tokens: Seq[int]) -> bytes:
         """Bytes that ids stand for; ids without bytes (special, padding) stand for none."""
         return b"".join(self._bytes[t] for t in tokens if t < len(self._bytes))
 
-    def advance(self, seqs: list[Sequence], logits: Tensor) -> list[StepEvent]:
-        """One token for each of ``seqs`` from its row of ``logits``. Modifies the sequences."""
-        jobs = [s.generating for s in seqs if s.generating is not None]
-        counters = [len(j.tokens) for j in jobs]
-        drawn = sample(logits, [j.spec for j in jobs], counters, self._vocab)
-        tokens, logprobs = drawn.token.tolist(), drawn.logprob.tolist()
-        valid = [i for i, token in enumerate(tokens) if token >= 0]
-        firing, step_end = self._observe(jobs, valid, drawn.token, drawn.entropy)
-        events = []
-        for i, (seq, job) in enumerate(zip(seqs, jobs, strict=True)):
-            finish: Finish | None = Finish.NAN
-            if tokens[i] >= 0:
-                seq.tokens.append(tokens[i])
-                job.tokens.append(tokens[i])
-                job.logprobs.append(logprobs[i])
-                finish = self._finish(seq, job, firing[i], bool(step_end[i]))
-            if finish is None:
-                events.append(StepEvent(seq.seq_id, token=tokens[i]))
-                continue
-            token = tokens[i] if tokens[i] >= 0 else None
-            result = self._result(job, finish)
-            self.close(job)
-            seq.generating = None
-            events.append(StepEvent(seq.seq_id, token=token, generation=result))
-        return events
+    def draw(self, jobs: list[Generating], logits: Tensor) -> Samples:
+        """The next token of each of ``jobs`` from its row of ``logits``. Changes nothing."""
+        counters = [len(job.tokens) for job in jobs]
+        return sample(logits, [job.spec for job in jobs], counters, self._vocab)
 
-    def _observe(
-        self, jobs: list[Generating], valid: list[int], token: Tensor, entropy: Tensor
-    ) -> tuple[list[int], list[int]]:
-        firing, step_end = [0] * len(jobs), [0] * len(jobs)
-        if valid:
-            index = torch.tensor(valid)
-            ids = torch.tensor([jobs[i].monitor for i in valid], dtype=torch.int64)
-            fired = torch.empty(len(valid), dtype=torch.uint8)
-            ended = torch.empty(len(valid), dtype=torch.uint8)
-            self._monitor.push(ids, token[index], entropy[index], fired, ended)
-            for i, f, e in zip(valid, fired.tolist(), ended.tolist(), strict=True):
-                firing[i], step_end[i] = f, e
-        return firing, step_end
+    def push(
+        self,
+        jobs: list[Generating],
+        tokens: Seq[int],
+        entropy: Seq[float],
+        firing: Tensor,
+        step_end: Tensor,
+    ) -> None:
+        """Show the detector one new token of each of ``jobs``; u8 ``firing`` and ``step_end`` are
+        written. Does nothing if it has seen them: it takes the tokens of all jobs or of none.
+        """
+        if not jobs or self._monitor.num_tokens(jobs[0].monitor) > len(jobs[0].tokens):
+            return
+        self._monitor.push(
+            torch.tensor([job.monitor for job in jobs], dtype=torch.int64),
+            torch.tensor(list(tokens), dtype=torch.int64),
+            torch.tensor(list(entropy), dtype=torch.float32),
+            firing,
+            step_end,
+        )
 
-    def _finish(self, seq: Sequence, job: Generating, fired: int, step_end: bool) -> Finish | None:
-        if fired:
-            return _FIRINGS[fired]
-        if job.tokens[-1] in self._eos:
+    def finish(
+        self, job: Generating, token: int, count: int, length: int, firing: int, step_end: int
+    ) -> Finish | None:
+        """Why the generation ends with ``token``, its token number ``count``, in a sequence of
+        ``length`` tokens; None if it goes on.
+        """
+        if token < 0:
+            return Finish.NAN
+        if firing:
+            return _FIRINGS[firing]
+        if token in self._eos:
             return Finish.EOS
         if step_end and job.spec.stop_at_step:
             return Finish.STEP
-        full = len(seq.tokens) >= self._context_len
-        if full or len(job.tokens) >= job.spec.sampling.max_new_tokens:
+        full = length >= self._context_len
+        if full or count >= job.spec.sampling.max_new_tokens:
             return Finish.LENGTH
         return None
 
-    def _result(self, job: Generating, finish: Finish) -> Generation:
+    def result(self, job: Generating, finish: Finish) -> Generation:
+        """What an ended generation came to. REQUIRES: it has not been closed."""
         count = len(job.tokens)
         monitor = self._monitor
         return Generation(

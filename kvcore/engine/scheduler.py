@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvcore.cache import KVCache
+from kvcore.config import EvictionConfig
 from kvcore.engine.sequence import Sequence
+from kvcore.ops import BLOCK_SLOTS
 
 
 @dataclass
@@ -22,22 +24,26 @@ class Plan:
     counts: list[int] = field(default_factory=list)
     failed: list[tuple[Sequence, str]] = field(default_factory=list)
     preempted: int = 0
+    started: int = 0  # forks taken off their parents
 
 
 class Scheduler:
     """Plans forwards over one cache.
 
     Args:
-        evicts: sequences evict: forks copy all live blocks instead of sharing full ones, and pieces
-            are replayed one by one.
+        eviction: sequences that evict copy all live blocks when they fork instead of sharing full
+            ones, and their pieces are replayed one by one.
         max_batched_tokens: most tokens of one forward.
     """
 
-    def __init__(self, cache: KVCache, *, evicts: bool, max_batched_tokens: int) -> None:
+    def __init__(
+        self, cache: KVCache, *, eviction: EvictionConfig, max_batched_tokens: int
+    ) -> None:
         self._store = cache.store
         self._blocks = cache.blocks
         self._lanes = cache.shape.lanes
-        self._evicts = evicts
+        self._eviction = eviction
+        self._evicts = eviction.evicts
         self._max_tokens = max_batched_tokens
 
     def plan(self, sequences: Iterable[Sequence]) -> Plan:
@@ -52,11 +58,11 @@ class Scheduler:
         for seq in busy:
             if total >= self._max_tokens:
                 break
-            if not seq.started and not self._start(seq):
+            if not seq.started and not self._start(seq, plan):
                 continue
             if not (seq.feeds or seq.restoring) or (seq.work and spare <= 0):
                 continue
-            resident = seq.handle is not None
+            resident = seq.resident
             if not resident and not newcomers:
                 continue
             limit = min(max(spare, 1), self._max_tokens - total)
@@ -70,31 +76,40 @@ class Scheduler:
             spare -= count if count > 1 else 0
         return plan
 
-    def _start(self, seq: Sequence) -> bool:
+    def _start(self, seq: Sequence, plan: Plan) -> bool:
         """Fork ``seq`` off its parent if that is idle; a copy that only waits takes its row now."""
         assert seq.parent is not None
         if seq.parent.busy:
             return False
         seq.start_fork()
+        plan.started += 1
         if not seq.feeds:
-            self._make_resident(seq, 0)
+            self._make_resident(seq)
         return True
 
     def _admit(self, seq: Sequence, limit: int, everyone: list[Sequence], plan: Plan) -> int:
-        """Tokens of ``seq`` to feed now, slots reserved; 0 if it has to wait or has failed."""
+        """Tokens of ``seq`` to feed now, slots reserved; 0 if it has to wait or has failed.
+
+        A sequence that has to wait holds neither a row nor a block unless it did before.
+        """
+        newcomer = not seq.resident
         while True:
-            # A newcomer leaves a block for each lane, or it would be pushed out again at once.
-            missing = self._make_resident(seq, self._lanes if plan.seqs else 0)
+            count = 0
+            missing = self._make_resident(seq)
+            if missing == 0 and newcomer and plan.seqs:
+                missing = self._missing_to_stay(seq)
             if missing == 0:
                 count = min(seq.open_segment(self._evicts) - seq.cached, limit)
                 missing = self._reserve(seq, count)
-                if missing == 0:
-                    return count
-            if seq.handle is None and plan.seqs:
-                return 0  # nobody loses work to a newcomer while others run
+            if missing == 0:
+                return count
+            if newcomer:
+                self._withdraw(seq)
+                if plan.seqs:
+                    return 0  # nobody loses work to a newcomer while others run
             victim = self._victim(seq, everyone, plan)
             if victim is not None:
-                self._preempt(victim)
+                self._withdraw(victim)
                 plan.preempted += 1
                 continue
             if not plan.seqs:  # nothing else holds a block: waiting would not help
@@ -102,10 +117,9 @@ class Scheduler:
                 plan.failed.append((seq, f"out of KV blocks: {pool}; raise kv_bytes or kv_blocks"))
             return 0
 
-    def _make_resident(self, seq: Sequence, margin: int) -> int:
-        """Give ``seq`` a row of the cache and leave ``margin`` blocks free.
-
-        Returns 0, or how many blocks are missing (1 for a row).
+    def _make_resident(self, seq: Sequence) -> int:
+        """Give ``seq`` a row of the cache. Returns 0, or how many blocks are missing (1 for a
+        row).
         """
         if seq.handle is not None:
             return 0
@@ -116,12 +130,25 @@ class Scheduler:
             seq.handle = self._store.create()
             return 0
         missing = self._store.blocks_to_fork(parent.handle, 1, self._evicts)
-        missing += margin - self._store.free_blocks()
+        missing -= self._store.free_blocks()
         if missing > 0:
             return missing
         [seq.handle] = self._store.fork(parent.handle, 1, self._evicts)
         seq.cached, seq.next_segment = seq.fork_cached, seq.fork_segments
         return 0
+
+    def _missing_to_stay(self, seq: Sequence) -> int:
+        """Blocks that are missing for all tokens that ``seq`` has to take in and one block more a
+        lane: with less it would be pushed out again at once. 0 if none.
+        """
+        assert seq.handle is not None
+        slots = seq.known_end
+        if self._evicts:
+            kept = seq.prompt_len if self._eviction.protect_prompt else 0
+            slots = min(slots, self._eviction.trigger + kept + seq.longest_known_piece)
+        wanted = self._lanes * (-(-slots // BLOCK_SLOTS) + 1)
+        wanted -= self._store.num_blocks(seq.handle)
+        return max(0, wanted - self._store.free_blocks())
 
     def _reserve(self, seq: Sequence, count: int) -> int:
         """Slots for ``count`` more tokens. Returns 0, or how many blocks are missing."""
@@ -147,7 +174,8 @@ class Scheduler:
         candidates = strangers or idle
         return candidates[-1] if candidates else None
 
-    def _preempt(self, victim: Sequence) -> None:
-        assert victim.handle is not None
-        self._store.release(victim.handle)
-        victim.forget_cache()
+    def _withdraw(self, seq: Sequence) -> None:
+        """Take row and blocks from ``seq``, if it has any."""
+        if seq.handle is not None:
+            self._store.release(seq.handle)
+            seq.forget_cache()

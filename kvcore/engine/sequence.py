@@ -3,8 +3,7 @@
 Invariants:
     * ``cached`` tokens are in the cache, in order; the rest of ``tokens`` is pending. Of a model
       that generates, the last token of an idle sequence is pending: whoever continues feeds it, so
-          every
-      fork gets its own next-token distribution without keeping logits.
+      every fork gets its own next-token distribution without keeping logits.
     * ``segments`` are the ends of the pieces in which tokens went in; eviction is looked at after
       each piece. Feeding the same pieces again rebuilds the same cache: that is how a preempted
       sequence comes back.
@@ -20,7 +19,7 @@ import torch
 from kvcore.engine.events import GenerateSpec, Output
 
 
-@dataclass
+@dataclass(eq=False)
 class Feed:
     """``count`` given tokens from index ``first`` on; ``end`` tokens are cached when it is done."""
 
@@ -31,7 +30,7 @@ class Feed:
     values: list[torch.Tensor] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class Generating:
     """A generation in progress."""
 
@@ -49,12 +48,14 @@ class Sequence:
         order: (root's id, own id): age, for admission and preemption.
         handle: of the cache's store; None while not resident.
         high_water: most tokens ever cached; feeding below it is recomputation.
+        longest_piece: tokens of the longest of ``segments``.
         parent: whom to fork from; ``parent_version`` tells whether it still is what it was.
         started: the fork has happened (always True without a parent).
         fork_cached, fork_segments: state of the parent at the fork.
         version: counts extends and adoptions.
         waiting_children: forks of this sequence that have not started.
         work: feeds in order; ``generating`` comes after them.
+        error: why it was taken out of service; ``error_told`` once its event was made.
     """
 
     seq_id: int
@@ -66,6 +67,7 @@ class Sequence:
     high_water: int = 0
     segments: list[int] = field(default_factory=list)
     next_segment: int = 0
+    longest_piece: int = 0
     parent: Sequence | None = None
     parent_version: int = 0
     started: bool = True
@@ -76,6 +78,7 @@ class Sequence:
     work: deque[Feed] = field(default_factory=deque)
     generating: Generating | None = None
     error: str | None = None
+    error_told: bool = False
 
     @property
     def busy(self) -> bool:
@@ -94,11 +97,32 @@ class Sequence:
         """Lost its cache while children wait to fork from it."""
         return bool(self.waiting_children and self.segments and self.cached < self.segments[-1])
 
+    @property
+    def resident(self) -> bool:
+        """The cache holds some of its tokens."""
+        return self.handle is not None and self.cached > 0
+
+    @property
+    def known_end(self) -> int:
+        """Tokens that the cache holds once all that is known now has been fed."""
+        if self.work:
+            return self.work[-1].end
+        return len(self.tokens) if self.generating else max(self.segments, default=0)
+
+    @property
+    def longest_known_piece(self) -> int:
+        """Tokens of the longest piece that was fed or waits."""
+        longest, begin = self.longest_piece, max(self.segments, default=0)
+        for feed in self.work:
+            longest, begin = max(longest, feed.end - begin), feed.end
+        return max(longest, self.known_end - begin)
+
     def start_fork(self) -> None:
         """Take over the parent's pieces. REQUIRES: the parent is not busy."""
         parent = self.parent
         assert parent is not None and not parent.busy
         self.segments = list(parent.segments)
+        self.longest_piece = parent.longest_piece
         self.fork_cached = self.segments[-1] if self.segments else 0
         self.fork_segments = len(self.segments)
         self.high_water = self.fork_cached
@@ -119,20 +143,25 @@ class Sequence:
         """
         if self.next_segment < len(self.segments):
             return self.segments[self.next_segment] if evicts else self.segments[-1]
+        begin = self.segments[-1] if self.segments else 0
         end = self.work[0].end if self.work else len(self.tokens)
+        self.longest_piece = max(self.longest_piece, end - begin)
         self.segments.append(end)
         return end
 
-    def advance(self, count: int) -> bool:
-        """Count ``count`` more cached tokens; True if that completed a piece."""
-        self.cached += count
-        self.high_water = max(self.high_water, self.cached)
-        before = self.next_segment
+    def open_piece_len(self) -> int:
+        """Tokens of the piece that ``open_segment`` named, those already cached included."""
+        begin = self.segments[self.next_segment - 1] if self.next_segment else 0
+        return self.segments[self.next_segment] - begin
+
+    def advance_to(self, cached: int) -> None:
+        """Count ``cached`` tokens as cached; a second call changes nothing."""
+        self.cached = cached
+        self.high_water = max(self.high_water, cached)
         while self.next_segment < len(self.segments):
-            if self.segments[self.next_segment] > self.cached:
+            if self.segments[self.next_segment] > cached:
                 break
             self.next_segment += 1
-        return self.next_segment > before
 
     def forget_cache(self) -> None:
         """The cache is gone: everything has to be fed again."""
