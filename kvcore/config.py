@@ -6,8 +6,14 @@ Every class raises ``ValueError`` naming the field, what was expected and what c
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass, field
 from typing import Any
+
+# Largest values of the types that settings become in the core.
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+_MAX_DETECTOR_TOKENS = 2**20  # what the detector keeps of every candidate
 
 
 def require(condition: bool, field_name: str, expected: str, got: Any) -> None:
@@ -21,7 +27,34 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the floats
+        return False
+
+
+def require_bool(value: Any, field_name: str) -> None:
+    """Raise ``ValueError`` unless ``value`` is a bool."""
+    require(isinstance(value, bool), field_name, "a bool", value)
+
+
+def as_float32(value: float) -> float:
+    """``value`` as the core holds it; infinite beyond its range."""
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return rounded
+
+
+def _is_float32(value: Any) -> bool:
+    """A number that float32 holds, not rounded to infinity, nor to 0 unless it is 0."""
+    if not _is_number(value):
+        return False
+    rounded = as_float32(value)
+    return math.isfinite(rounded) and (rounded != 0) == (value != 0)
 
 
 def require_int(value: Any, field_name: str, low: int, high: int | None = None) -> None:
@@ -36,9 +69,10 @@ class SamplingParams:
     """How tokens are drawn (defaults: KV-Rescue, experiment setup).
 
     Attributes:
-        temperature: 0 means greedy.
-        top_p: in (0, 1].
-        top_k: 0 means off.
+        temperature: 0 means greedy; at most 3.4e38 and otherwise at least 1.4e-45, the float32
+            range.
+        top_p: in (0, 1], at least 1.4e-45.
+        top_k: 0 means off; at most 2**31 - 1.
         max_new_tokens: at most this many tokens for one ``generate`` call or one candidate step.
     """
 
@@ -48,12 +82,12 @@ class SamplingParams:
     max_new_tokens: int = 512
 
     def __post_init__(self) -> None:
-        ok = _is_number(self.temperature) and self.temperature >= 0
-        require(ok, "temperature", "a number >= 0", self.temperature)
-        ok = _is_number(self.top_p) and 0 < self.top_p <= 1
-        require(ok, "top_p", "a number in (0, 1]", self.top_p)
-        require_int(self.top_k, "top_k", 0)
-        require_int(self.max_new_tokens, "max_new_tokens", 1)
+        ok = _is_float32(self.temperature) and self.temperature >= 0
+        require(ok, "temperature", "0 or a number in [1.4e-45, 3.4e38]", self.temperature)
+        ok = _is_float32(self.top_p) and 0 < self.top_p <= 1
+        require(ok, "top_p", "a number in (0, 1], at least 1.4e-45", self.top_p)
+        require_int(self.top_k, "top_k", 0, INT32_MAX)
+        require_int(self.max_new_tokens, "max_new_tokens", 1, INT32_MAX)
 
 
 @dataclass(frozen=True)
@@ -110,21 +144,22 @@ class EvictionConfig:
             require(self.budget is None, "budget", "None with policy 'full'", self.budget)
             return
         require(self.budget is not None, "budget", f"an integer with policy {self.policy!r}", None)
-        require_int(self.budget, "budget", 1)
-        require_int(self.protect, "protect", 1)
-        require_int(self.headroom, "headroom", 1)
+        require_int(self.budget, "budget", 1, INT32_MAX)
+        require_int(self.protect, "protect", 1, INT32_MAX)
+        require_int(self.headroom, "headroom", 1, INT32_MAX)
         cadences = ("sawtooth", "steady")
         require(self.cadence in cadences, "cadence", "'sawtooth' or 'steady'", self.cadence)
         ok = self.is_steady or self.headroom > self.protect
         require(ok, "headroom", f"more than protect ({self.protect})", self.headroom)
-        require_int(self.window, "window", 1)
+        require_int(self.window, "window", 1, INT32_MAX)
         require(_is_number(self.mix) and 0 <= self.mix <= 1, "mix", "a number in [0, 1]", self.mix)
-        require_int(self.kernel, "kernel", 1)
+        require_int(self.kernel, "kernel", 1, INT32_MAX)
         require(self.kernel % 2 == 1, "kernel", "an odd integer", self.kernel)
         ok = _is_number(self.threshold) and -1 <= self.threshold <= 1
         require(ok, "threshold", "a number in [-1, 1]", self.threshold)
-        require_int(self.seed, "seed", 0, 2**63 - 1)
-        require(isinstance(self.pool_first, bool), "pool_first", "a bool", self.pool_first)
+        require_int(self.seed, "seed", 0, INT64_MAX)
+        require_bool(self.pool_first, "pool_first")
+        require_bool(self.protect_prompt, "protect_prompt")
         require(self.scope in ("lane", "global"), "scope", "'lane' or 'global'", self.scope)
         self._check_shares()
 
@@ -141,7 +176,7 @@ class EvictionConfig:
                 self.layer_budgets,
             )
             for layer, budget in enumerate(self.layer_budgets):
-                require_int(budget, f"layer_budgets[{layer}]", 1)
+                require_int(budget, f"layer_budgets[{layer}]", 1, INT32_MAX)
             mean = sum(self.layer_budgets) / max(1, len(self.layer_budgets))
             ok = self.budget is not None and abs(mean - self.budget) < 1
             require(ok, "layer_budgets", f"a mean of budget ({self.budget})", self.layer_budgets)
@@ -236,16 +271,21 @@ class DetectorConfig:
     repetition_min_tokens: int = 80
 
     def __post_init__(self) -> None:
-        ok = _is_number(self.entropy_threshold) and self.entropy_threshold > 0
-        require(ok, "entropy_threshold", "a number > 0", self.entropy_threshold)
-        require_int(self.entropy_window, "entropy_window", 1)
-        require_int(self.entropy_guard, "entropy_guard", 1)
+        for name in ("entropy", "gzip", "gzip_exact", "repetition"):
+            require_bool(getattr(self, name), name)
+        ok = _is_float32(self.entropy_threshold) and self.entropy_threshold > 0
+        expected = "a number > 0 that float32 holds"
+        require(ok, "entropy_threshold", expected, self.entropy_threshold)
+        require_int(self.entropy_window, "entropy_window", 1, _MAX_DETECTOR_TOKENS)
+        require_int(self.entropy_guard, "entropy_guard", 1, _MAX_DETECTOR_TOKENS)
         ok = _is_number(self.gzip_threshold) and 0 < self.gzip_threshold < 1
         require(ok, "gzip_threshold", "a number in (0, 1)", self.gzip_threshold)
         require_int(self.gzip_window, "gzip_window", 32, 32768)
-        require_int(self.repetition_max_pattern_size, "repetition_max_pattern_size", 1)
-        require_int(self.repetition_min_count, "repetition_min_count", 2)
-        require_int(self.repetition_min_tokens, "repetition_min_tokens", 1)
+        require_int(
+            self.repetition_max_pattern_size, "repetition_max_pattern_size", 1, _MAX_DETECTOR_TOKENS
+        )
+        require_int(self.repetition_min_count, "repetition_min_count", 2, _MAX_DETECTOR_TOKENS)
+        require_int(self.repetition_min_tokens, "repetition_min_tokens", 1, _MAX_DETECTOR_TOKENS)
 
     @property
     def active(self) -> bool:
@@ -272,13 +312,13 @@ class EngineConfig:
     max_batched_tokens: int = 2048
 
     def __post_init__(self) -> None:
-        require_int(self.max_seqs, "max_seqs", 1)
+        require_int(self.max_seqs, "max_seqs", 1, INT32_MAX)
         if self.context_len is not None:
-            require_int(self.context_len, "context_len", 1)
+            require_int(self.context_len, "context_len", 1, INT32_MAX)
         if self.kv_blocks is not None:
-            require_int(self.kv_blocks, "kv_blocks", 1, 2**31 - 1)
-        require_int(self.kv_bytes, "kv_bytes", 1)
-        require_int(self.max_batched_tokens, "max_batched_tokens", 1)
+            require_int(self.kv_blocks, "kv_blocks", 1, INT32_MAX)
+        require_int(self.kv_bytes, "kv_bytes", 1, INT64_MAX)
+        require_int(self.max_batched_tokens, "max_batched_tokens", 1, INT32_MAX)
 
 
 @dataclass(frozen=True)
@@ -305,9 +345,11 @@ class SearchConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_int(self.n, "n", 1)
+        ok = isinstance(self.sampling, SamplingParams)
+        require(ok, "sampling", "SamplingParams", self.sampling)
+        require_int(self.n, "n", 1, INT32_MAX)
         if self.n_helper is not None:
-            require_int(self.n_helper, "n_helper", 0)
-        require_int(self.max_steps, "max_steps", 1)
-        require_int(self.max_tokens, "max_tokens", 2)
-        require_int(self.seed, "seed", 0, 2**63 - 1)
+            require_int(self.n_helper, "n_helper", 0, INT32_MAX)
+        require_int(self.max_steps, "max_steps", 1, INT32_MAX)
+        require_int(self.max_tokens, "max_tokens", 2, INT32_MAX)
+        require_int(self.seed, "seed", 0, INT64_MAX)

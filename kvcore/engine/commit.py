@@ -117,6 +117,7 @@ class Commit:
     Attributes:
         place: events that were undelivered before.
         firing, step_end: u8 [tokens drawn], what the detector says of them.
+        observed: the detector has seen them, and it is known who stops.
         looked: eviction has been looked at.
     """
 
@@ -124,14 +125,18 @@ class Commit:
     place: int
     firing: Tensor
     step_end: Tensor
+    observed: bool = False
     looked: bool = False
 
     def observe(self, generator: Generator) -> None:
         """Show the drawn tokens to the detector and find out who stops. May be repeated."""
+        if self.observed:
+            return
         drawn = [(entry, entry.draw) for entry in self.entries if entry.draw is not None]
         valid = [(entry, draw) for entry, draw in drawn if draw.token >= 0]
         generator.push(
             [draw.job for _, draw in valid],
+            [draw.place for _, draw in valid],
             [draw.token for _, draw in valid],
             [draw.entropy for _, draw in valid],
             self.firing,
@@ -142,3 +147,4 @@ class Commit:
             fired, ended = next(verdicts) if draw.token >= 0 else (0, 0)
             count, length = draw.place + 1, entry.length + 1
             draw.finish = generator.finish(draw.job, draw.token, count, length, fired, ended)
+        self.observed = True

@@ -19,6 +19,18 @@ from kvcore.models.loader import LoadedModel
 from kvcore.native import _C
 from kvcore.policies import Policy, make_policy
 
+# What a sequence takes over from a child that it adopts.
+_ADOPTED = (
+    "tokens",
+    "prompt_len",
+    "handle",
+    "cached",
+    "high_water",
+    "segments",
+    "next_segment",
+    "longest_piece",
+)
+
 
 class Engine:
     """Decodes many sequences of one model over one bounded cache.
@@ -164,9 +176,7 @@ class Engine:
         with self._changing():
             before = new.version
             left = old.handle
-            taken = ("tokens", "prompt_len", "handle", "cached", "high_water", "segments")
-            taken += ("next_segment", "longest_piece")
-            changed = {name: getattr(new, name) for name in taken}
+            changed = {name: getattr(new, name) for name in _ADOPTED}
             vars(old).update(changed, parent=None, version=old.version + 1)
             new.handle = None
             # What was forked from the child can now be forked from the parent again.
@@ -174,7 +184,7 @@ class Engine:
                 if seq.parent is new:
                     seq.parent = old if seq.parent_version == before else None
                     seq.parent_version = old.version
-            del self._sequences[child]
+            self._forget(child)
             if left is not None:
                 self._cache.store.release(left)
 
@@ -187,7 +197,7 @@ class Engine:
         target = self._get(seq)
         self._check_no_waiting_children(target)
         with self._changing():
-            del self._sequences[seq]
+            self._forget(seq)
             if target.parent is not None and not target.started:
                 target.parent.waiting_children -= 1
             if target.generating is not None:
@@ -322,6 +332,11 @@ class Engine:
     def _register(self, seq: Sequence) -> None:
         self._sequences[seq.seq_id] = seq
         self._next_id += 1
+
+    def _forget(self, seq: int) -> None:
+        """The id dies, and what was still to be told of it."""
+        del self._sequences[seq]
+        self._events = [event for event in self._events if event.seq != seq]
 
     def _get(self, seq: int) -> Sequence:
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvcore.config import SamplingParams, require, require_int
+from kvcore.config import SamplingParams, require, require_bool, require_int
 
 
 class Finish(enum.Enum):
@@ -57,8 +57,8 @@ class GenerateSpec:
         ok = isinstance(self.sampling, SamplingParams)
         require(ok, "sampling", "SamplingParams", self.sampling)
         require_int(self.rng_key, "rng_key", 0, 2**64 - 1)
-        require(isinstance(self.stop_at_step, bool), "stop_at_step", "a bool", self.stop_at_step)
-        require(isinstance(self.detect, bool), "detect", "a bool", self.detect)
+        require_bool(self.stop_at_step, "stop_at_step")
+        require_bool(self.detect, "detect")
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,8 @@ class Executor:
             for seq, count, output in zip(plan.seqs, plan.counts, outputs, strict=True)
         ]
         drawn = self._draw(entries, outputs)
-        verdicts = [torch.zeros(drawn, dtype=torch.uint8) for _ in range(2)]
-        return Commit(entries, num_events, *verdicts)
+        firing, step_end = torch.zeros((2, drawn), dtype=torch.uint8)
+        return Commit(entries, num_events, firing, step_end)
 
     def _entry(self, seq: Sequence, count: int, output: torch.Tensor | None) -> Entry:
         assert seq.handle is not None

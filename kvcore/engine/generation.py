@@ -61,16 +61,18 @@ class Generator:
 
     def push(
         self,
-        jobs: list[Generating],
+        jobs: Seq[Generating],
+        places: Seq[int],
         tokens: Seq[int],
         entropy: Seq[float],
         firing: Tensor,
         step_end: Tensor,
     ) -> None:
-        """Show the detector one new token of each of ``jobs``; u8 ``firing`` and ``step_end`` are
-        written. Does nothing if it has seen them: it takes the tokens of all jobs or of none.
+        """Show the detector one new token of each of ``jobs``, which had ``places`` before; u8
+        ``firing`` and ``step_end`` are written. Does nothing if it has seen them: it takes the
+        tokens of all jobs or of none.
         """
-        if not jobs or self._monitor.num_tokens(jobs[0].monitor) > len(jobs[0].tokens):
+        if not jobs or self._monitor.num_tokens(jobs[0].monitor) > places[0]:
             return
         self._monitor.push(
             torch.tensor([job.monitor for job in jobs], dtype=torch.int64),

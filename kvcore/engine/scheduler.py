@@ -27,6 +27,24 @@ class Plan:
     started: int = 0  # forks taken off their parents
 
 
+def _by_urgency(sequences: Iterable[Sequence]) -> list[Sequence]:
+    """Oldest first. One that only gets its cache back for forks that wait is as old as the first of
+    these: else it would take the place of an older one, and give it back before they start.
+    """
+    everyone = list(sequences)
+    first_fork: dict[Sequence, tuple[int, int]] = {}
+    for seq in everyone:
+        if not seq.started and seq.parent is not None:
+            known = first_fork.get(seq.parent, seq.order)
+            first_fork[seq.parent] = min(known, seq.order)
+
+    def urgency(seq: Sequence) -> tuple[tuple[int, int], bool]:
+        for_forks = seq.restoring and not seq.feeds
+        return (first_fork[seq], False) if for_forks else (seq.order, True)
+
+    return sorted(everyone, key=urgency)
+
+
 class Scheduler:
     """Plans forwards over one cache.
 
@@ -39,6 +57,7 @@ class Scheduler:
     def __init__(
         self, cache: KVCache, *, eviction: EvictionConfig, max_batched_tokens: int
     ) -> None:
+        self._cache = cache
         self._store = cache.store
         self._blocks = cache.blocks
         self._lanes = cache.shape.lanes
@@ -48,7 +67,7 @@ class Scheduler:
 
     def plan(self, sequences: Iterable[Sequence]) -> Plan:
         """Choose sequences, make them resident and reserve their slots in the cache."""
-        everyone = sorted(sequences, key=lambda s: s.order)
+        everyone = _by_urgency(sequences)
         busy = [s for s in everyone if s.busy]
         plan = Plan()
         # Every sequence that decodes gets its token; long prompts use what is left.
@@ -151,8 +170,13 @@ class Scheduler:
         return max(0, wanted - self._store.free_blocks())
 
     def _reserve(self, seq: Sequence, count: int) -> int:
-        """Slots for ``count`` more tokens. Returns 0, or how many blocks are missing."""
+        """Slots for ``count`` more tokens of the open piece. Returns 0, or how many blocks are
+        missing.
+        """
         assert seq.handle is not None
+        if count == 1 and seq.open_piece_len() > 1:
+            # The piece is appended and evicted as a whole, in however many forwards it is fed.
+            self._cache.forget_replace(seq.handle)
         missing = self._store.blocks_to_extend([seq.handle], [count]) - self._store.free_blocks()
         if missing > 0:
             return missing
@@ -163,13 +187,13 @@ class Scheduler:
         """Whose cache to drop for ``seq``: the youngest that runs; an idle one only when nothing
         runs, its own parent last. None means wait.
         """
-        resident = [s for s in everyone if s.handle is not None and s is not seq]
-        younger = [s for s in resident if s.busy and s.order > seq.order]
+        place = everyone.index(seq)
+        younger = [s for s in everyone[place + 1 :] if s.handle is not None and s.busy]
         if younger:
             return younger[-1]
         if plan.seqs:
             return None
-        idle = [s for s in resident if not s.busy]
+        idle = [s for s in everyone if s.handle is not None and s is not seq and not s.busy]
         strangers = [s for s in idle if s is not seq.parent]
         candidates = strangers or idle
         return candidates[-1] if candidates else None
