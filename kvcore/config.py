@@ -251,7 +251,8 @@ class DetectorConfig:
         entropy: test the mean of the last ``entropy_window`` token entropies against
             ``entropy_threshold`` nats, from token ``entropy_guard`` on.
         gzip: test gzip size / bytes of the last ``gzip_window`` bytes against ``gzip_threshold``.
-        gzip_exact: test at every token instead of skipping checks that cannot fire.
+        gzip_exact: test at every token instead of skipping checks that cannot fire; a
+            ``gzip_window`` above 800 bytes is always tested so.
         repetition: test for a tail that repeats exactly (not in the paper, off by default): at
             least ``repetition_min_count`` copies of at most ``repetition_max_pattern_size`` tokens,
             together at least ``repetition_min_tokens`` long.

@@ -44,6 +44,8 @@ KvStore::KvStore(const KvCacheView& view)
   std::fill_n(view_.lane_len.ptr<int32_t>(), view_.lane_len.numel(), 0);
   std::fill_n(view_.seq_len.ptr<int32_t>(), view_.seq_len.numel(), 0);
   for (int64_t row = 0; row < view_.num_rows(); ++row) ForgetReplace(row);
+  if (!view_.not_finite.empty())
+    std::fill_n(view_.not_finite.ptr<int32_t>(), view_.not_finite.numel(), 0);
 }
 
 SeqId KvStore::Create() {
@@ -177,6 +179,7 @@ void KvStore::Truncate(SeqId seq, int64_t count) {
     ShrinkLane(row, lane, LaneLen(row, lane) - count);
   }
   RowSeqLen(row) -= static_cast<int32_t>(count);
+  ForgetNotFinite(row, RowSeqLen(row));
 }
 
 int64_t KvStore::Evict(const std::vector<SeqId>& seqs, const TensorView& drop,
@@ -258,6 +261,7 @@ void KvStore::FreeRow(int64_t row) {
   open_may_be_shared_[row] = 0;
   last_replaced_[row] = 0;
   ForgetReplace(row);
+  ForgetNotFinite(row, 0);
   free_rows_.push_back(row);
 }
 

@@ -47,9 +47,9 @@ class KvStore {
   // Makes `count` copies of `parent` that can be extended and evicted independently. copy = false
   // shares full blocks and copies the open one; copy = true copies all live blocks (for sequences
   // that evict: compaction rewrites slots in place). With attention_stats blocks are always copied:
-  // every token adds to all of them. What belongs to the row (query ring, replace, lane_state) is
-  // copied in both. Throws OutOfBlocks if blocks or rows do not suffice. Source: KV-Rescue,
-  // appendix C.
+  // every token adds to all of them. What belongs to the row (query ring, replace, not_finite,
+  // lane_state) is copied in both. Throws OutOfBlocks if blocks or rows do not suffice. Source:
+  // KV-Rescue, appendix C.
   std::vector<SeqId> Fork(SeqId parent, int64_t count, bool copy, Stream stream = 0);
   int64_t BlocksToFork(SeqId parent, int64_t count, bool copy) const;
   // `parent` becomes what `child` is; the child's handle dies. Nothing is copied.
@@ -98,6 +98,7 @@ class KvStore {
   void CopyRow(const TensorView& tensor, int64_t from_row, int64_t to_row) const;
   bool Replaces(int64_t row) const;  // a lane has a slot for its next single token to overwrite
   void ForgetReplace(int64_t row) const;
+  void ForgetNotFinite(int64_t row, int64_t len) const;  // what was found at positions >= len
   void ShrinkLane(int64_t row, int64_t lane, int64_t len);
   void FreeRow(int64_t row);
 

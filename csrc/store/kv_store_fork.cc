@@ -68,6 +68,7 @@ std::vector<SeqId> KvStore::Fork(SeqId parent, int64_t count, bool copy, Stream 
   for (const int64_t row : rows) {
     CopyRow(view_.query_ring, from, row);
     CopyRow(view_.replace, from, row);
+    CopyRow(view_.not_finite, from, row);
     if (Replaces(from)) CopyRow(view_.lane_state, from, row);
     last_replaced_[row] = last_replaced_[from];
     RowSeqLen(row) = RowSeqLen(from);
@@ -134,6 +135,12 @@ bool KvStore::Replaces(int64_t row) const {
   if (view_.replace.empty()) return false;
   const int32_t* slots = view_.replace.ptr<int32_t>() + row * num_lanes_;
   return std::any_of(slots, slots + num_lanes_, [](int32_t slot) { return slot >= 0; });
+}
+
+void KvStore::ForgetNotFinite(int64_t row, int64_t len) const {
+  if (view_.not_finite.empty()) return;
+  int32_t& first = view_.not_finite.ptr<int32_t>()[row];
+  if (first > len) first = 0;  // 1 + its position
 }
 
 void KvStore::ForgetReplace(int64_t row) const {
