@@ -71,7 +71,7 @@ def test_all_that_see_such_a_key_or_value_are_nan(level, dtype, bits, what):
         bad = attend(lanes, query)
         assert bad[token:, 3:].all() and not bad[:token].any() and not bad[:, :3].any()
         if what == "key":
-            with pytest.raises(ValueError, match="layer 0, kv head 1; its keys or recent queries"):
+            with pytest.raises(ValueError, match=r"layer 0, kv head 1; its keys or recent queries"):
                 lanes.score_rkv(protect=4, mix=0.1)
 
 
@@ -85,7 +85,7 @@ def test_such_a_query_is_seen_in_every_head(level, dtype, bits):
         bad = attend(lanes, query)
         assert bad[TOKENS - 2, head].all() and int(bad.all(-1).sum()) == 1 and bad.sum() == 16
         for mix in (0.0, 0.1, 1.0):
-            with pytest.raises(ValueError, match=f"kv head {head // 3}; its keys or recent"):
+            with pytest.raises(ValueError, match=rf"kv head {head // 3}; its keys or recent"):
                 lanes.score_rkv(protect=4, mix=mix)
 
 

@@ -1,4 +1,4 @@
-"""The number of threads may change at any moment: scratch is never overrun, and torch's is followed."""
+"""The number of threads may change at any moment: no overrun, and torch's is followed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_output_whose_elements_share_memory_is_refused():
             run(torch.empty(shape).expand(16, 28, 64))
     with pytest.raises(ValueError, match=message):
         run(torch.empty(16 * 28 * 64).as_strided((16, 28, 64), (28 * 63, 63, 1)))
-    with pytest.raises(ValueError, match="^lse: expected a tensor whose elements share no memory"):
+    with pytest.raises(ValueError, match=r"^lse: expected a tensor whose elements share no memory"):
         run(torch.empty_like(query), torch.empty(16, 1).expand(16, 28))
     run(torch.empty(28, 16, 64).transpose(0, 1), torch.empty(28, 16).t())
     run(torch.empty(16, 30, 80)[:, 1:29, 8:72])
