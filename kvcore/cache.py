@@ -157,7 +157,7 @@ class KVCache:
 
         Raises:
             ValueError: the policy reads queries, which it weighs by one attention scale, and this
-                layer's differs from another's; nothing has changed.
+                layer's differs from another's; nothing of this layer has been appended.
         """
         if self.window:
             same = not self._has_scale or scale == self.scale
