@@ -137,11 +137,6 @@ class KVCache:
         self.store.fill_batch(seqs, counts, batch.rows, batch.cu_tokens, batch.positions)
         return batch
 
-    def forget_replace(self, seq: int) -> None:
-        """The next token of ``seq`` is appended to all its lanes, whatever was elected."""
-        if self.replace is not None:
-            self.replace[self.store.row(seq)] = -1
-
     def update_and_attend(
         self,
         layer: int,

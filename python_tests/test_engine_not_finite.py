@@ -1,5 +1,5 @@
-"""Law: a key, value or query that is not finite, in any layer and head, is reported for the sequence
-that has it, in both cadences and whatever the policy reads; nobody else notices.
+"""Law: a key, value or query that is not finite, in any layer and head, is reported for the
+sequence that has it, in both cadences and whatever the policy reads; nobody else notices.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ void AppendKv(const BoundStore& s, int64_t layer, const TensorArg<"key">& key,
   p.query = query;
   p.batch = {rows, cu_tokens};
   p.layer = layer;
+  s.store.CheckAppend(p.batch, layer);
   OpsOf(s).append_kv(s.store.view(), p, stream);
 }
 

@@ -85,6 +85,12 @@ void BindStore(py::module_& m) {
           "truncate", [](BoundStore& s, SeqId seq, int64_t count) { s.store.Truncate(seq, count); },
           py::arg("seq"), py::arg("count"), NoGil())
       .def(
+          "undoable", [](const BoundStore& s, SeqId seq) { return s.store.Undoable(seq); },
+          py::arg("seq"))
+      .def(
+          "forget_replace", [](BoundStore& s, SeqId seq) { s.store.ForgetReplace(seq); },
+          py::arg("seq"))
+      .def(
           "fork",
           [](BoundStore& s, SeqId parent, int64_t count, bool copy, Stream stream) {
             return s.store.Fork(parent, count, copy, stream);
