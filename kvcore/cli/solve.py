@@ -139,8 +139,11 @@ def _search(job: Job, models: _Models, console: Console, trace: TraceWriter | No
             helper=helper,
             config=job.search,
             system_prompt=DEFAULT_SYSTEM_PROMPT if job.system_prompt is None else job.system_prompt,
+            template_args=job.template_args,
             on_event=on_event,
         )
+    for note in search.notes:
+        console.print(f"note: {note}", markup=False)
     begin = time.monotonic()
     stopped: KeyboardInterrupt | TraceError | None = None
     with screen:

@@ -19,7 +19,7 @@ def open_tokenizer(folder: Path, argument: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint directory.
 
     ``tokenizer.json`` is the truth where there is one: ids are those that the library
-    ``tokenizers`` gives for that file, without truncation, padding and dropout. transformers builds some
+    ``tokenizers`` gives for it, without truncation, padding and dropout. transformers builds some
     tokenizers anew around the file's vocabulary, with the algorithm that their class usually has;
     such a one is used only if nothing in it differs from the file.
     Raises:

@@ -6,13 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvcore.config import check_template_args
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, default_unless
-from kvcore.search.templates import (
-    check_template,
-    check_template_args,
-    has_template,
-    reads_argument,
-)
+from kvcore.search.templates import check_template, has_template, reads_argument
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,6 @@ from kvcore.models.text_ids import (
     unused_character,
 )
 
-# Keywords of a chat template that are not the user's to give.
-RESERVED = frozenset(
-    (
-        *("self", "messages", "conversation", "chat_template", "tools", "documents"),
-        *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
-        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-        *("tokenizer_kwargs", "processor_kwargs", "raise_exception", "strftime_now"),
-    )
-)
-
 
 class TemplateError(ValueError):
     """A chat template that cannot be rendered; the message is the reason."""
@@ -31,15 +21,6 @@ class TemplateError(ValueError):
 
 def has_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
-
-
-def check_template_args(args: Mapping[str, Any]) -> None:
-    """Raises ValueError unless ``args`` can be handed to a chat template as keywords."""
-    for name in args:
-        if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"template_args: expected names of variables, got {name!r}")
-        if name in RESERVED:
-            raise ValueError(f"template_args: {name!r} is set by kvcore itself")
 
 
 def reads_argument(tokenizer: Any, name: str) -> bool:
