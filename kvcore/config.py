@@ -6,6 +6,7 @@ Every class raises ``ValueError`` naming the field, what was expected and what c
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 

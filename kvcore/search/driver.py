@@ -92,7 +92,6 @@ class Search:
     Attributes:
         prompts: the problems with their keys, in order.
         warnings: what the user should know; also sent as ``Warned`` events.
-        notes: what is as usual, and worth saying to a person once.
         solutions: finished so far, in the order of finishing. After an interruption the problems
             that were under way are here as well, with what they had (finish "interrupted").
     Raises:
@@ -137,7 +136,6 @@ class Search:
             uses_template=any(prompt.text is None for prompt in self.prompts),
         )
         self.warnings += prompting.warnings
-        self.notes = prompting.notes
 
         self._ports = Ports()
         models: dict[Source, Model] = {"base": Model(self._ports.get(base), config.n)}

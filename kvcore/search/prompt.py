@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcore.models.text_ids import Piece, encode_pieces, encode_template, encode_text
 from kvcore.models.token_bytes import byte_token_ids
-from kvcore.search.templates import has_template, plant_ids
+from kvcore.search.templates import has_template, head_ids
 
 # Source: KV-Rescue follows the Qwen2.5-Math regime; its model cards give this message.
 DEFAULT_SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -58,7 +58,7 @@ def prompt_ids(
     """
     if prompt.text is not None:
         return encode_template(tokenizer, prompt.text)
-    return plant_ids(tokenizer, prompt.question, system_prompt, template_args, answer=False)
+    return head_ids(tokenizer, prompt.question, system_prompt, template_args, answer=False)
 
 
 def encode_around(tokenizer: Any, head: str, text: str, tail: str) -> list[int]:

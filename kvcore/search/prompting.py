@@ -19,13 +19,11 @@ class Prompting:
         system_prompt: None for none.
         template_args: keywords of every chat template.
         warnings: where a model is given something else than was asked for, or than the others.
-        notes: what is as it must be, and should be said all the same.
     """
 
     system_prompt: str | None
     template_args: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -50,11 +48,10 @@ class Prompting:
         check_template_args(template_args)
         tokenizers = {role: model.tokenizer for role, model in models.items()}
         system = default_unless(system_prompt, tokenizers.values())
-        warnings, notes = [], []
+        warnings = []
         readers = list(tokenizers.values())
         if scorer is not None:
             readers.append(scorer.tokenizer)
-            check_template("scorer", scorer, None, template_args)
         for name in template_args:
             if not any(reads_argument(tokenizer, name) for tokenizer in readers):
                 warnings.append(f"template_args: no chat template reads {name!r}")
@@ -73,6 +70,4 @@ class Prompting:
         if plain and (system or len(plain) < len(models)):
             what = "the system prompt and the question" if system else "the question"
             warnings.append(f"no chat template: {names} given {what} as plain text")
-        elif plain:
-            notes.append(f"no chat template: {names} given the question alone, as plain text")
-        return cls(system, dict(template_args), tuple(warnings), tuple(notes))
+        return cls(system, dict(template_args), tuple(warnings))

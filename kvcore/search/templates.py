@@ -65,7 +65,7 @@ def plain_text(question: str, system_prompt: str | None) -> str:
     return f"{system_prompt}\n\n{question}" if system_prompt else question
 
 
-def plant_ids(
+def head_ids(
     tokenizer: Any,
     question: str,
     system_prompt: str | None,
@@ -147,27 +147,34 @@ class _Hidden:
 
 
 def check_template(
-    role: str, model: Any, system_prompt: str | None, template_args: Mapping[str, Any]
+    role: str,
+    model: Any,
+    system_prompt: str | None,
+    template_args: Mapping[str, Any],
+    *,
+    answer: bool = False,
+    remedy: str = '--system-prompt "", None in Python',
 ) -> bool:
     """Tries a model's chat template before anything runs.
 
     Args:
         role: what the model does in the search; its argument's name.
+        answer: as of ``head_ids``.
+        remedy: how a user goes without a system prompt.
     Returns:
         Whether the model is shown the system prompt (True if there is none).
     Raises:
         ValueError: the template cannot be rendered, or not with a system message.
     """
-    tokenizer = model.tokenizer
-    if not has_template(tokenizer):
+    if not has_template(model.tokenizer):
         return True
 
     def render(system: str | None) -> str:
+        messages = messages_of("1 + 1?", system)
+        if answer:
+            messages.append({"role": "assistant", "content": "2"})
         return render_chat(
-            tokenizer,
-            messages_of("1 + 1?", system),
-            generation_prompt=True,
-            template_args=template_args,
+            model.tokenizer, messages, generation_prompt=not answer, template_args=template_args
         )
 
     try:
@@ -182,6 +189,6 @@ def check_template(
             ) from error
         raise ValueError(
             f"system_prompt: the chat template of the {role} model {model.name!r} takes no system "
-            f'message ({error}): expected none (--system-prompt "", None in Python)'
+            f"message ({error}): expected none ({remedy})"
         ) from error
     return not system_prompt or system_prompt.strip() in text

@@ -20,6 +20,7 @@ from kvcore.search.prompt import (
 )
 from kvcore.search.scorers.base import EngineScorer, Score, ScorerContext, ScoreRequest
 from kvcore.search.scorers.tree import TreeBackend
+from kvcore.search.templates import check_template
 
 if TYPE_CHECKING:
     from kvcore.engine import Engine
@@ -72,10 +73,12 @@ class LoglikBackend(TreeBackend):
     ) -> None:
         super().__init__(scorer.name, port)
         self._on_helper = on_helper
-        self._tokenizer = port.engine.model.tokenizer
+        model = port.engine.model
+        self._tokenizer = model.tokenizer
         self._system_prompt = context.system_prompt_for(scorer.system_prompt, self._tokenizer)
         self._template_args = context.template_args
-        model = port.engine.model
+        if not on_helper:
+            check_template("scorer", model, self._system_prompt, self._template_args)
         self._translators: dict[str, Translator] = {}
         for source, giver in (("base", context.base), ("helper", context.helper)):
             if giver is not None:

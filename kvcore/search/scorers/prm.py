@@ -24,7 +24,7 @@ from kvcore.search.ports import EnginePort
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt
 from kvcore.search.scorers.base import EngineScorer, Score, ScorerContext, ScoreRequest
 from kvcore.search.scorers.tree import TreeBackend
-from kvcore.search.templates import has_template, plant_ids
+from kvcore.search.templates import check_template, has_template, head_ids
 
 if TYPE_CHECKING:
     from kvcore.engine import Engine
@@ -53,7 +53,7 @@ def conversation_head(
     Names of special tokens in both texts are ordinary text. A tokenizer without a chat template
     gets them as plain text, as a generator without one does.
     """
-    return plant_ids(tokenizer, question, system_prompt, template_args, answer=True)
+    return head_ids(tokenizer, question, system_prompt, template_args, answer=True)
 
 
 def step_ids(tokenizer: Any, text: str, separator: int | None) -> list[int]:
@@ -127,6 +127,14 @@ class PrmBackend(TreeBackend):
         if not has_template(self._tokenizer):
             own = scorer.system_prompt
             self._system_prompt = context.system_prompt_for(own, self._tokenizer)
+        check_template(
+            "scorer",
+            scorer.engine.model,
+            self._system_prompt,
+            self._template_args,
+            answer=True,
+            remedy='system_prompt="" of the scorer, --system-prompt does not concern it',
+        )
 
     def begin(
         self, problem: int, prompt: Prompt, prefix: Sequence[str] = (), root: int | None = None
