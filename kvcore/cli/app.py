@@ -18,6 +18,7 @@ from kvcore.cli.settings import (
     one_of,
     output_path,
     parse_scorer,
+    parse_template_args,
     read_questions,
 )
 from kvcore.config import (
@@ -119,6 +120,14 @@ def solve(
     system_prompt: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="Replaces the default, which asks for a boxed answer."),
+    ] = None,
+    template_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Keyword of the chat templates, for instance enable_thinking=false; may be "
+            "repeated. VALUE is JSON, else text.",
+        ),
     ] = None,
     evict: Annotated[
         str | None,
@@ -273,7 +282,8 @@ def solve(
             search=search,
             engine=engine_config(max_seqs=max_seqs, max_tokens=max_tokens, kv_gb=kv_gb),
             system_prompt=system_prompt,
-            dtype=one_of(dtype, ("bfloat16", "float32", "float16"), "--dtype"),
+            template_args=parse_template_args(template_arg or ()),
+            dtype=one_of(dtype, ("bfloat16", "float32", "float16", "auto"), "--dtype"),
             threads=at_least(threads, 1, "--threads"),
             trace=output_path(trace, "--trace"),
             json=output_path(json_file, "--json"),

@@ -53,6 +53,7 @@ FLAGS: Mapping[str, str] = {
     "kv_blocks": "--kv-gb",
     "max_seqs": "--max-seqs",
     "system_prompt": "--system-prompt",
+    "template_args": "--template-arg",
     "problems": "--problems",
     "questions": "--question",
     "question": "--question",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcore.cli.errors import Failure, UsageError, bad_value_is
-from kvcore.config import EngineConfig, EvictionConfig, SearchConfig
+from kvcore.config import EngineConfig, EvictionConfig, SearchConfig, check_template_args
 from kvcore.demo import weights
 from kvcore.eval.datasets import load_problems
 
@@ -31,6 +32,7 @@ class Job:
 
     Attributes:
         system_prompt: None takes the search's own.
+        template_args: keywords of every chat template.
         dtype: None takes each checkpoint's.
         threads: of torch and of kvcore's kernels; None leaves both alone.
     """
@@ -43,6 +45,7 @@ class Job:
     search: SearchConfig
     engine: EngineConfig
     system_prompt: str | None
+    template_args: Mapping[str, Any]
     dtype: str | None
     threads: int | None
     trace: Path | None
@@ -56,6 +59,7 @@ class Job:
             "scorer": str(self.scorer),
             "questions": list(self.questions),
             "system_prompt": self.system_prompt,
+            "template_args": dict(self.template_args),
             "dtype": self.dtype,
             "eviction": dataclasses.asdict(self.eviction),
             "search": dataclasses.asdict(self.search),
@@ -137,6 +141,25 @@ def read_questions(questions: Sequence[str], file: Path | None) -> tuple[str, ..
         if not question.strip():
             raise UsageError(f"--question: expected some text, got {question!r}")
     return tuple(questions)
+
+
+def parse_template_args(texts: Sequence[str]) -> dict[str, Any]:
+    """Keywords of ``NAME=VALUE`` texts; a value that is not JSON is text."""
+    args: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        name = name.strip()
+        if not separator or not name.isidentifier():
+            raise UsageError(f"--template-arg: expected NAME=VALUE, got {text!r}")
+        if name in args:
+            raise UsageError(f"--template-arg: expected each name once, got {name!r} twice")
+        try:
+            args[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            args[name] = value
+    with bad_value_is(UsageError):
+        check_template_args(args)
+    return args
 
 
 def output_path(path: Path | None, flag: str) -> Path | None:

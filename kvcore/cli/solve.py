@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,7 @@ from kvcore.models import LoadedModel, load_model, load_prm
 from kvcore.native import _C
 from kvcore.policies import make_policy
 from kvcore.search import DEFAULT_SYSTEM_PROMPT, ProblemEnded, Search, TraceEvent
+from kvcore.search.prompt import default_unless
 from kvcore.search.scorers import (
     EngineScorer,
     LoglikScorer,
@@ -84,7 +85,18 @@ def _load(job: Job, console: Console) -> _Models:
             with _loading(console, f"helper {job.helper}"):
                 small = load_model(job.helper, dtype=job.dtype, argument="helper")
                 helper = Engine(small, _engine_config(job, small))
+        _tell_plain_prompts(job, [base] if helper is None else [base, helper], console)
         return _Models(base, helper, _scorer(job, base, helper, console))
+
+
+def _tell_plain_prompts(job: Job, engines: Sequence[Engine], console: Console) -> None:
+    """Says that the system prompt which nobody asked for is left out. Others a search tells."""
+    tokenizers = [engine.model.tokenizer for engine in engines]
+    if job.system_prompt is None and default_unless(DEFAULT_SYSTEM_PROMPT, tokenizers) is None:
+        console.print(
+            "note: no chat template: models are given the question alone, as plain text",
+            markup=False,
+        )
 
 
 def _scorer(
@@ -139,6 +151,7 @@ def _search(job: Job, models: _Models, console: Console, trace: TraceWriter | No
             helper=helper,
             config=job.search,
             system_prompt=DEFAULT_SYSTEM_PROMPT if job.system_prompt is None else job.system_prompt,
+            template_args=job.template_args,
             on_event=on_event,
         )
     begin = time.monotonic()

@@ -10,15 +10,22 @@ Source: KV-Rescue, Algorithm 1 and appendix C.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcore.config import EvictionConfig, SearchConfig, require, require_int
 from kvcore.search.ports import Ports
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt, Translator, translator
+from kvcore.search.prompting import Prompting
 from kvcore.search.results import Solution, Source, TraceEvent, Warned
-from kvcore.search.scorers.base import EngineScorer, Scorer, ScorerContext, open_scorer
+from kvcore.search.scorers.base import (
+    EngineScorer,
+    Scorer,
+    ScorerContext,
+    open_scorer,
+    scorer_model,
+)
 from kvcore.search.stepper import Model, Stepper
 
 if TYPE_CHECKING:
@@ -76,7 +83,9 @@ class Search:
         helper: full-context model (KV-Rescue); None is best-of-N.
         config: see ``SearchConfig``; ``n_helper=None`` means ``n`` with a helper and 0 without.
             Early exit uses the detector of ``base``, which must equal ``config.detector``.
-        system_prompt: of the chat template; None for none.
+        system_prompt: of the chat template; None for none. Models without a template get it and the
+            question as plain text; the default is left out if no model has one.
+        template_args: keywords of every chat template, for instance ``{"enable_thinking": False}``.
         on_event: called with every trace event, in order, in the thread of ``run``.
         max_in_flight: problems that hold sequences at once; None takes what the engines' rows allow
             without preemption, and at least 1.
@@ -98,6 +107,7 @@ class Search:
         helper: Engine | None = None,
         config: SearchConfig | None = None,
         system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
+        template_args: Mapping[str, Any] | None = None,
         on_event: Callable[[TraceEvent], None] | None = None,
         max_in_flight: int | None = None,
     ) -> None:
@@ -117,6 +127,15 @@ class Search:
         else:
             _check_engine("helper", helper)
             n_helper = config.n if n_helper is None else n_helper
+        engines = {"base": base} if helper is None else {"base": base, "helper": helper}
+        prompting = Prompting.of(
+            {role: engine.model for role, engine in engines.items()},
+            scorer_model(scorer),
+            system_prompt,
+            template_args or {},
+            uses_template=any(prompt.text is None for prompt in self.prompts),
+        )
+        self.warnings += prompting.warnings
 
         self._ports = Ports()
         models: dict[Source, Model] = {"base": Model(self._ports.get(base), config.n)}
@@ -130,6 +149,8 @@ class Search:
                 self._ports,
                 base=models["base"].port,
                 helper=models["helper"].port if helper is not None else None,
+                system_prompt=prompting.system_prompt,
+                template_args=prompting.template_args,
             ),
         )
         self.max_in_flight = max_in_flight or self._default_in_flight(models)
@@ -141,7 +162,8 @@ class Search:
             translators,
             self._backend,
             config,
-            system_prompt=system_prompt,
+            system_prompt=prompting.system_prompt,
+            template_args=prompting.template_args,
             emit=self._emit,
             solved=self._on_solved,
         )
@@ -249,6 +271,7 @@ def solve(
     helper: Engine | None = None,
     config: SearchConfig | None = None,
     system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
+    template_args: Mapping[str, Any] | None = None,
     on_event: Callable[[TraceEvent], None] | None = None,
     max_in_flight: int | None = None,
 ) -> list[Solution]:
@@ -264,6 +287,7 @@ def solve(
         helper=helper,
         config=config,
         system_prompt=system_prompt,
+        template_args=template_args,
         on_event=on_event,
         max_in_flight=max_in_flight,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvcore.config import SearchConfig
 from kvcore.engine.events import Finish, GenerateSpec, Generation, StepEvent
@@ -65,6 +66,7 @@ class Stepper:
         config: SearchConfig,
         *,
         system_prompt: str | None,
+        template_args: Mapping[str, Any] | None = None,
         emit: Callable[[TraceEvent], None],
         solved: Callable[[Solution], None],
     ) -> None:
@@ -73,6 +75,7 @@ class Stepper:
         self._backend = backend
         self._config = config
         self._system_prompt = system_prompt
+        self._template_args = template_args
         self._emit = emit
         self._solved = solved
         self.active: dict[int, Trajectory] = {}
@@ -83,7 +86,12 @@ class Stepper:
         trajectory = Trajectory(order, prompt.key, prompt)
         self.active[order] = trajectory
         ids = {
-            source: prompt_ids(model.port.engine.model.tokenizer, prompt, self._system_prompt)
+            source: prompt_ids(
+                model.port.engine.model.tokenizer,
+                prompt,
+                self._system_prompt,
+                self._template_args,
+            )
             for source, model in self._models.items()
         }
         trajectory.base_length = len(ids["base"])

@@ -11,17 +11,18 @@ from __future__ import annotations
 import math
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcore.search.ports import EnginePort, Ports
-from kvcore.search.prompt import Prompt
+from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt, default_unless
 from kvcore.search.results import Source
 
 if TYPE_CHECKING:
     from kvcore.engine import Engine
+    from kvcore.models import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,26 @@ Done = Callable[["list[Score] | ScorerError"], None]
 
 @dataclass(frozen=True)
 class ScorerContext:
-    """Where a search runs its scorer: the ports of its engines."""
+    """Where a search runs its scorer: the ports of its engines, and how its models are prompted.
+
+    Attributes:
+        system_prompt: what the search gives its models; None for none.
+        template_args: keywords of every chat template.
+    """
 
     ports: Ports
     base: EnginePort | None = None
     helper: EnginePort | None = None
+    system_prompt: str | None = DEFAULT_SYSTEM_PROMPT
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def system_prompt_for(self, own: str | None, tokenizer: Any) -> str | None:
+        """The system prompt of a scorer's model: its own, or the search's if that is the default.
+
+        ``default_unless`` decides about the default where there is no search.
+        """
+        chosen = self.system_prompt if own == DEFAULT_SYSTEM_PROMPT else own
+        return default_unless(chosen, [tokenizer]) if self.base is None else chosen
 
 
 class Backend:
@@ -177,6 +193,10 @@ class EngineScorer(ABC):
     """A scorer that runs on an engine. ``open`` puts it to work in one search."""
 
     name: str
+
+    def prompted_model(self) -> LoadedModel | None:
+        """The model whose prompt this scorer makes of questions; None if it makes none."""
+        return None
 
     @abstractmethod
     def open(self, context: ScorerContext) -> Backend:
@@ -294,6 +314,11 @@ def scorer_name(scorer: object) -> str:
     """``scorer.name`` if it is a string, else the class name."""
     name = getattr(scorer, "name", None)
     return name if isinstance(name, str) and name else type(scorer).__name__
+
+
+def scorer_model(scorer: object) -> LoadedModel | None:
+    """The model that ``scorer`` gives questions to, if it is an engine scorer with such a one."""
+    return scorer.prompted_model() if isinstance(scorer, EngineScorer) else None
 
 
 def open_scorer(scorer: Scorer | EngineScorer, context: ScorerContext) -> Backend:
