@@ -9,6 +9,7 @@ Source: KV-Rescue, Algorithm 1 and appendix C.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -82,7 +83,8 @@ class Search:
         scorer: anything with a ``score`` method, or an engine scorer.
         helper: full-context model (KV-Rescue); None is best-of-N.
         config: see ``SearchConfig``; ``n_helper=None`` means ``n`` with a helper and 0 without.
-            Early exit uses the detector of ``base``, which must equal ``config.detector``.
+            Early exit uses the detector of ``base``, which must equal ``config.detector``; an
+            engine made without one is lent ``config.detector`` for the time of ``run``.
         system_prompt: of the chat template; None for none. Models without a template get it and the
             question as plain text; the default is left out if no model has one.
         template_args: keywords of every chat template, for instance ``{"enable_thinking": False}``.
@@ -114,18 +116,21 @@ class Search:
         config = config or SearchConfig()
         self.prompts = _as_prompts(questions)
         self.warnings: list[str] = []
-        self.solutions: list[Solution] = []
+        self._solved: dict[int, Solution] = {}
         self._on_event = on_event
         self._base = base
+        self._config = config
         if max_in_flight is not None:
             require_int(max_in_flight, "max_in_flight", 1)
         _check_engine("base", base)
-        self._check_detector(base, config)
+        self._lends = self._check_detector(base, config)
         n_helper = config.n_helper
         if helper is None:
             require(not n_helper, "n_helper", "0 or None without a helper", n_helper)
         else:
             _check_engine("helper", helper)
+            if helper.eviction.evicts:
+                raise ValueError(f"helper: expected a full cache, got {helper.eviction!r}")
             n_helper = config.n if n_helper is None else n_helper
         engines = {"base": base} if helper is None else {"base": base, "helper": helper}
         prompting = Prompting.of(
@@ -168,11 +173,16 @@ class Search:
             solved=self._on_solved,
         )
 
+    @property
+    def solutions(self) -> list[Solution]:
+        return list(self._solved.values())
+
     def run(self) -> Iterator[Solution]:
         """Solves; may be called once. Everything allocated is released however it ends.
 
-        A problem's failure is its solution's ``error``; an engine's, ``on_event``'s or a
-        KeyboardInterrupt ends the search and is raised.
+        A problem's failure is its solution's ``error``, whoever raised it. A failure of an engine's
+        ``step``, of ``on_event``, or a KeyboardInterrupt ends the search and is raised; problems
+        under way then get their last events as well, unless ``on_event`` is what failed.
         """
         if self._started:
             raise RuntimeError("run: a search runs once; make a new one")
@@ -183,6 +193,8 @@ class Search:
         active = self._stepper.active
         fired = self._base.stats.evictions
         try:
+            if self._lends:
+                self._base.detector = self._config.detector
             for message in self.warnings:
                 self._emit(Warned(message))
             while self._waiting or active or self._unread:
@@ -195,9 +207,16 @@ class Search:
                     self._advance()
             self._tell_idle_eviction(fired)
         finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Ends what is under way and gives everything back, whatever fails on the way."""
+        with contextlib.ExitStack() as last_first:
+            if self._lends:
+                last_first.callback(setattr, self._base, "detector", None)
+            last_first.callback(self._ports.close)
+            last_first.callback(self._backend.close)
             self._stepper.interrupt()
-            self._backend.close()
-            self._ports.close()
 
     def _advance(self) -> None:
         """One step of every engine; waits only when a scorer thread is all there is to wait for."""
@@ -216,21 +235,25 @@ class Search:
             self._emit(Warned(notice))
 
     def _on_solved(self, solution: Solution) -> None:
-        self.solutions.append(solution)
-        self._unread.append(solution)
+        # An interruption may come while a solution is handed over: it is then told again.
+        if solution.problem not in self._solved:
+            self._solved[solution.problem] = solution
+            self._unread.append(solution)
 
     def _emit(self, event: TraceEvent) -> None:
         if self._on_event is not None:
             self._on_event(event)
 
-    def _check_detector(self, base: Engine, config: SearchConfig) -> None:
-        """Refuses an early exit other than the engine's, before anything runs."""
+    def _check_detector(self, base: Engine, config: SearchConfig) -> bool:
+        """Whether the engine has no detector and is lent the search's. Refuses one that differs."""
         own = base.detector
-        if config.detector is not None and own != config.detector:
+        if config.detector is not None and own is not None and own != config.detector:
             raise ValueError(
                 f"detector: expected the base engine's ({own!r}), got {config.detector!r}: "
-                "make the engine with this detector, or set detector=None for no early exit"
+                "make the engine with this detector or with none, or set detector=None for no "
+                "early exit"
             )
+        return own is None and config.detector is not None
 
     def _make_translators(
         self, base: Engine, helper: Engine

@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvcore.search.failures import shown, told
 from kvcore.search.ports import EnginePort, Ports
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt, default_unless
 from kvcore.search.results import Source
+from kvcore.search.workers import Workers
 
 if TYPE_CHECKING:
     from kvcore.engine import Engine
@@ -238,23 +239,23 @@ class EngineScorer(ABC):
 
 
 class ThreadBackend(Backend):
-    """Calls a user's ``score`` in worker threads."""
+    """Calls a user's ``score`` in worker threads, which nothing waits for when the search ends."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self.name = scorer_name(scorer)
-        workers = max(1, int(getattr(scorer, "max_concurrency", 1)))
-        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="kvcore-scorer")
-        self._finished: queue.SimpleQueue[tuple[int, Future[Sequence[float]]]] = queue.SimpleQueue()
-        self._waiting: dict[int, tuple[int, int, Done]] = {}  # ticket: problem, requests, done
+        limit = max(1, int(getattr(scorer, "max_concurrency", 1)))
+        self._workers = Workers(limit, "kvcore-scorer")
+        self._finished: queue.SimpleQueue[tuple[int, list[Score] | ScorerError]]
+        self._finished = queue.SimpleQueue()
+        self._waiting: dict[int, tuple[int, Done]] = {}  # ticket: problem, done
         self._tickets = 0
 
     def submit(self, problem: int, requests: Sequence[ScoreRequest], done: Done) -> None:
-        ticket = self._tickets
+        ticket, given = self._tickets, tuple(requests)
         self._tickets += 1
-        self._waiting[ticket] = (problem, len(requests), done)
-        future = self._executor.submit(self._scorer.score, tuple(requests))
-        future.add_done_callback(lambda f: self._finished.put((ticket, f)))
+        self._waiting[ticket] = (problem, done)
+        self._workers.run(lambda: self._finished.put((ticket, self._outcome(given))))
 
     @property
     def busy(self) -> bool:
@@ -268,11 +269,11 @@ class ThreadBackend(Backend):
                 item = self._finished.get(block=wait, timeout=timeout if wait else None)
             except queue.Empty:
                 break
-            ticket, future = item
+            ticket, outcome = item
             waiting = self._waiting.pop(ticket, None)
             if waiting is not None:
                 handed = True
-                waiting[2](self._outcome(future, waiting[1]))
+                waiting[1](outcome)
         return handed
 
     def end(self, problem: int) -> None:
@@ -281,30 +282,33 @@ class ThreadBackend(Backend):
     def close(self) -> None:
         # A call that runs cannot be stopped; it is not waited for.
         self._waiting.clear()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
 
-    def _outcome(self, future: Future[Sequence[float]], count: int) -> list[Score] | ScorerError:
+    def _outcome(self, requests: tuple[ScoreRequest, ...]) -> list[Score] | ScorerError:
+        """Runs in a worker. Whatever is raised there, SystemExit included, is the outcome."""
         try:
-            values = future.result()
-        except (Exception, CancelledError) as error:
-            return ScorerError(self.name, f"{type(error).__name__}: {error}")
-        return checked_scores(self.name, values, count)
+            return checked_scores(self.name, self._scorer.score(requests), len(requests))
+        except BaseException as error:
+            return ScorerError(self.name, told(error))
 
 
 def checked_scores(name: str, values: Sequence[float], count: int) -> list[Score] | ScorerError:
-    """Scores of a user's return value, or the error that it is."""
+    """Scores of a user's return value, or the error that it is. Iterating it may raise."""
+    unordered = (str, bytes, bytearray, Mapping, Set)
     try:
-        values = list(values)
+        listed = None if isinstance(values, unordered) else list(values)
     except TypeError:
+        listed = None
+    if listed is None:
         return ScorerError(name, f"expected {count} numbers, got {type(values).__name__}")
-    if len(values) != count:
-        return ScorerError(name, f"expected {count} scores, got {len(values)}")
+    if len(listed) != count:
+        return ScorerError(name, f"expected {count} scores, got {len(listed)}")
     try:
-        numeric = [float(value) for value in values if not isinstance(value, str)]
-    except (TypeError, ValueError):
+        numeric = [float(value) for value in listed if not isinstance(value, (str, bytes))]
+    except Exception:  # whatever a user's class raises when it is asked for a number
         numeric = []
     if len(numeric) != count:
-        return ScorerError(name, f"expected numbers, got {values!r}")
+        return ScorerError(name, f"expected numbers, got {shown(listed)}")
     if any(math.isnan(value) for value in numeric):
         return ScorerError(name, f"returned NaN among its scores {numeric}")
     return [Score(value=value, rank=value) for value in numeric]

@@ -47,6 +47,8 @@ class LoglikScorer(EngineScorer):
     ) -> None:
         if engine is not None and engine.model.has_head:
             raise ValueError(f"engine: expected a language model, got {engine.model.name!r}")
+        if engine is not None and engine.eviction.evicts:
+            raise ValueError(f"engine: expected a full cache, got {engine.eviction!r}")
         self.engine = engine
         self.system_prompt = system_prompt
 
