@@ -194,9 +194,12 @@ def solve(
     top_k: Annotated[int, typer.Option(help="0 is off.")] = _SAMPLING.top_k,
     seed: Annotated[int, typer.Option(help="Of every random draw of the run.")] = _SEARCH.seed,
     detector: Annotated[
-        bool,
-        typer.Option("--detector/--no-detector", help="Early exit."),
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--detector/--no-detector",
+            help="Early exit of degenerate candidates; on with --helper, else off.",
+        ),
+    ] = None,
     entropy_threshold: Annotated[
         float, typer.Option(help="Mean entropy in nats.")
     ] = _DETECTOR.entropy_threshold,
@@ -258,7 +261,7 @@ def solve(
                 sampling=sampling,
                 max_steps=max_steps,
                 max_tokens=max_tokens,
-                detector=tests if detector else None,
+                detector=tests if (helper is not None if detector is None else detector) else None,
                 seed=seed,
             )
         if n_helper and helper is None:
@@ -267,7 +270,7 @@ def solve(
             base=model_directory(base, "--base"),
             helper=None if helper is None else model_directory(helper, "--helper"),
             scorer=parse_scorer(scorer),
-            questions=read_questions(question or (), questions),
+            problems=read_questions(question or (), questions),
             eviction=eviction_config(
                 evict,
                 budget=budget,

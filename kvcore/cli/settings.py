@@ -12,7 +12,7 @@ from typing import Any
 from kvcore.cli.errors import Failure, UsageError, bad_value_is
 from kvcore.config import EngineConfig, EvictionConfig, SearchConfig, check_template_args
 from kvcore.demo import weights
-from kvcore.eval.datasets import load_problems
+from kvcore.eval.datasets import Problem, load_problems
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Job:
     """One run of ``kvcore solve``.
 
     Attributes:
+        engine: size of each engine; ``context_len`` is where a solution ends, and engines get what
+            their models may have to read on the way there.
         system_prompt: None takes the search's own.
         template_args: keywords of every chat template.
         dtype: None takes each checkpoint's.
@@ -40,7 +42,7 @@ class Job:
     base: Path
     helper: Path | None
     scorer: Scorer
-    questions: tuple[str, ...]
+    problems: tuple[Problem, ...]
     eviction: EvictionConfig
     search: SearchConfig
     engine: EngineConfig
@@ -50,6 +52,10 @@ class Job:
     threads: int | None
     trace: Path | None
     json: Path | None
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        return tuple(problem.question for problem in self.problems)
 
     def as_json(self) -> dict[str, Any]:
         """The settings that decide the result, for a trace's header."""
@@ -128,19 +134,19 @@ def eviction_config(evict: str | None, **fields: Any) -> EvictionConfig:
         return EvictionConfig(policy=evict, **given)
 
 
-def read_questions(questions: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """The questions of ``--question`` (repeated) or of the JSONL file of ``--questions``."""
+def read_questions(questions: Sequence[str], file: Path | None) -> tuple[Problem, ...]:
+    """The problems of ``--question`` (repeated) or of the JSONL file of ``--questions``."""
     if questions and file is not None:
         raise UsageError("--questions: expected either --question or --questions, got both")
     if file is not None:
         with bad_value_is(UsageError):
-            return tuple(problem.question for problem in load_problems(file))
+            return tuple(load_problems(file))
     if not questions:
         raise UsageError("--question: expected a question (or --questions FILE), got none")
     for question in questions:
         if not question.strip():
             raise UsageError(f"--question: expected some text, got {question!r}")
-    return tuple(questions)
+    return tuple(Problem(str(i), question, "") for i, question in enumerate(questions))
 
 
 def parse_template_args(texts: Sequence[str]) -> dict[str, Any]:
