@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -356,3 +357,23 @@ class SearchConfig:
         require_int(self.max_steps, "max_steps", 1, INT32_MAX)
         require_int(self.max_tokens, "max_tokens", 2, INT32_MAX)
         require_int(self.seed, "seed", 0, INT64_MAX)
+
+
+# Keywords of a chat template that are not the user's to give.
+_RESERVED_TEMPLATE_ARGS = frozenset(
+    (
+        *("self", "messages", "conversation", "chat_template", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "processor_kwargs", "raise_exception", "strftime_now"),
+    )
+)
+
+
+def check_template_args(args: Mapping[str, Any]) -> None:
+    """Raises ValueError unless ``args`` can be handed to a chat template as keywords."""
+    for name in args:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"template_args: expected names of variables, got {name!r}")
+        if name in _RESERVED_TEMPLATE_ARGS:
+            raise ValueError(f"template_args: {name!r} is set by kvcore itself")

@@ -48,11 +48,17 @@ SOLUTION = Solution(
     seconds=1.5,
 )
 RESULT_KEYS = {
+    "id": None,
+    "question": None,
     "answer": None,
+    "gold": None,
+    "correct": None,
+    "finish": None,
+    "error": None,
     "text": None,
     "steps": None,
     "tokens": {"base", "helper", "scorer"},
-    "aborted": {"entropy", "gzip", "repetition"},
+    "aborted": {"entropy", "gzip", "repetition", "nan"},
     "kv_bytes": {"peak", "full"},
     "evictions": None,
     "seconds": None,
@@ -132,8 +138,13 @@ def install_fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSearch]:
     return Fake
 
 
-def check_result(result: dict[str, Any]) -> None:
-    assert list(result) == list(RESULT_KEYS)
+def check_result(result: dict[str, Any], *, alone: bool = False) -> None:
+    """``alone``: the only question of its run, with the run's own keys beside."""
+    beside = ["settings", "versions"] if alone else []
+    assert list(result) == [*RESULT_KEYS, *beside]
     for name, keys in RESULT_KEYS.items():
         assert keys is None or set(result[name]) == keys
-    assert all(set(step) == {"source", "text", "score", "tokens"} for step in result["steps"])
+    assert all(
+        set(step) == {"source", "text", "score", "tokens", "finish", "flag"}
+        for step in result["steps"]
+    )

@@ -187,7 +187,7 @@ def job_of(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> Callable[..., Jo
 def test_defaults_are_those_of_the_library(job_of: Callable[..., Job]) -> None:
     job = job_of("--question", "q?")
     assert job.eviction == EvictionConfig()
-    assert job.search == SearchConfig()
+    assert job.search == replace(SearchConfig(), detector=None)
     assert job.engine == replace(EngineConfig(), context_len=SearchConfig().max_tokens)
     assert (job.helper, job.system_prompt, job.dtype, job.threads) == (None, None, None, None)
     assert str(job.scorer) == "loglik"
@@ -226,6 +226,17 @@ def test_budget_alone_means_rkv_and_no_detector_means_none(job_of: Callable[...,
     job = job_of("--question", "q?", "--budget", "64", "--no-detector")
     assert (job.eviction.policy, job.eviction.budget) == ("rkv", 64)
     assert job.search.detector is None
+
+
+def test_best_of_n_has_a_detector_only_if_asked(
+    job_of: Callable[..., Job], model_dir: Path
+) -> None:
+    asked = ["--question", "q?"]
+    assert job_of(*asked).search.detector is None
+    assert job_of(*asked, "--detector").search.detector == DetectorConfig()
+    assert job_of(*asked, "--helper", str(model_dir)).search.detector == DetectorConfig()
+    helped = job_of(*asked, "--helper", str(model_dir), "--no-detector")
+    assert helped.search.detector is None
 
 
 def test_questions_come_from_a_file_in_order(job_of: Callable[..., Job], tmp_path: Path) -> None:

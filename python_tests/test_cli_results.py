@@ -26,8 +26,10 @@ import kvcore
 from kvcore.cli import solve as solve_module
 from kvcore.cli.report import format_bytes
 from kvcore.cli.screen import Screen, printable
+from kvcore.eval.datasets import Problem
 from kvcore.search.results import (
     SCHEMA_VERSION,
+    ProblemEnded,
     ProblemStarted,
 )
 from kvcore.view.trace import SCHEMA, TraceWriter, read_trace
@@ -49,14 +51,21 @@ def test_json_of_one_question_has_exactly_the_promised_keys(
     out = tmp_path / "out.json"
     assert run("solve", "--base", model_dir, "--question", "q?", "--json", out).exit_code == 0
     result = json.loads(out.read_text())
-    check_result(result)
+    check_result(result, alone=True)
     assert result["answer"] == "42"
+    assert (result["id"], result["question"], result["finish"]) == ("0", "q?", "eos")
+    assert (result["error"], result["gold"], result["correct"]) == (None, None, None)
+    assert result["aborted"]["nan"] == 4
+    assert result["settings"]["search"]["n"] == 8
+    assert set(result["versions"]) == {"kvcore", "torch", "transformers", "python"}
     assert result["tokens"] == {"base": 30, "helper": 20, "scorer": 60}
     assert result["steps"][1] == {
         "source": "helper",
         "text": "So \\boxed{42}.",
         "score": None,
         "tokens": 2,
+        "finish": "eos",
+        "flag": "blank",
     }
     assert result["kv_bytes"] == {"peak": 2048, "full": 8192}
     assert list(tmp_path.glob("*.part")) == []
@@ -70,7 +79,7 @@ def test_json_of_several_questions_keeps_their_order(
     args = ["--question", "a", "--question", "b", "--json", str(out)]
     assert run("solve", "--base", model_dir, *args).exit_code == 0
     content = json.loads(out.read_text())
-    assert list(content) == ["solutions"]
+    assert list(content) == ["solutions", "settings", "versions"]
     assert len(content["solutions"]) == 2
     for result in content["solutions"]:
         check_result(result)
@@ -100,7 +109,10 @@ def test_text_of_a_model_cannot_steer_the_terminal() -> None:
 
 def test_steps_are_coloured_by_source_on_a_terminal() -> None:
     console = Console(force_terminal=True, color_system="standard", width=80, record=True)
-    with console.capture() as capture, Screen(console, ("q?",), lambda: 7) as screen:
+    with (
+        console.capture() as capture,
+        Screen(console, (Problem("0", "q?", ""),), lambda: 7) as screen,
+    ):
         screen.on_event(ProblemStarted(0, "q?", 10, 0))
         for i, step in enumerate(STEPS):
             screen.on_event(committed(0, i, step))
@@ -143,6 +155,7 @@ def test_interrupt_keeps_trace_and_results_and_exits_130(
     def interrupt(search: FakeSearch) -> None:
         search.emit(ProblemStarted(9, "r?", 10, 0))
         search.solutions.append(replace(SOLUTION, problem=9, finish="interrupted"))
+        search.emit(ProblemEnded(search.solutions[-1]))
         raise KeyboardInterrupt
 
     fake.script = staticmethod(interrupt)

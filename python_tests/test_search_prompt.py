@@ -54,8 +54,11 @@ class TestPromptIds:
         assert prompt_ids(tokenizer, Prompt("hi"), None) == user
         assert prompt_ids(tokenizer, Prompt("hi"), "s") == [START, *b"system\ns", END, 10, *user]
 
-    def test_without_template_the_question_alone(self):
-        assert prompt_ids(FakeTokenizer(), Prompt("hi"), "unused") == list(b"hi")
+    def test_without_template_system_prompt_and_question_are_plain_text(self):
+        tokenizer = FakeTokenizer()
+        assert prompt_ids(tokenizer, Prompt("hi"), "Be brief.") == list(b"Be brief.\n\nhi")
+        for nothing in (None, ""):
+            assert prompt_ids(tokenizer, Prompt("hi"), nothing) == list(b"hi")
 
     def test_given_text_is_used_as_it_is(self):
         text = "<start>hi"

@@ -18,6 +18,7 @@ from kvcore.cli.settings import (
     one_of,
     output_path,
     parse_scorer,
+    parse_template_args,
     read_questions,
 )
 from kvcore.config import (
@@ -120,6 +121,14 @@ def solve(
         str | None,
         typer.Option(metavar="TEXT", help="Replaces the default, which asks for a boxed answer."),
     ] = None,
+    template_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Keyword of the chat templates, for instance enable_thinking=false; may be "
+            "repeated. VALUE is JSON, else text.",
+        ),
+    ] = None,
     evict: Annotated[
         str | None,
         typer.Option(
@@ -185,9 +194,12 @@ def solve(
     top_k: Annotated[int, typer.Option(help="0 is off.")] = _SAMPLING.top_k,
     seed: Annotated[int, typer.Option(help="Of every random draw of the run.")] = _SEARCH.seed,
     detector: Annotated[
-        bool,
-        typer.Option("--detector/--no-detector", help="Early exit."),
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--detector/--no-detector",
+            help="Early exit of degenerate candidates; on with --helper, else off.",
+        ),
+    ] = None,
     entropy_threshold: Annotated[
         float, typer.Option(help="Mean entropy in nats.")
     ] = _DETECTOR.entropy_threshold,
@@ -249,7 +261,7 @@ def solve(
                 sampling=sampling,
                 max_steps=max_steps,
                 max_tokens=max_tokens,
-                detector=tests if detector else None,
+                detector=tests if (helper is not None if detector is None else detector) else None,
                 seed=seed,
             )
         if n_helper and helper is None:
@@ -258,7 +270,7 @@ def solve(
             base=model_directory(base, "--base"),
             helper=None if helper is None else model_directory(helper, "--helper"),
             scorer=parse_scorer(scorer),
-            questions=read_questions(question or (), questions),
+            problems=read_questions(question or (), questions),
             eviction=eviction_config(
                 evict,
                 budget=budget,
@@ -273,7 +285,8 @@ def solve(
             search=search,
             engine=engine_config(max_seqs=max_seqs, max_tokens=max_tokens, kv_gb=kv_gb),
             system_prompt=system_prompt,
-            dtype=one_of(dtype, ("bfloat16", "float32", "float16"), "--dtype"),
+            template_args=parse_template_args(template_arg or ()),
+            dtype=one_of(dtype, ("bfloat16", "float32", "float16", "auto"), "--dtype"),
             threads=at_least(threads, 1, "--threads"),
             trace=output_path(trace, "--trace"),
             json=output_path(json_file, "--json"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from kvcore import __version__
 from kvcore.cli.errors import Failure, bad_value_is
+from kvcore.cli.output import make_console
 from kvcore.cli.report import write_result
 from kvcore.cli.screen import COLOURS
 from kvcore.demo.rows import TITLES, Row, Settings, load_models, recovered, run_row
@@ -29,8 +31,11 @@ from kvcore.view.trace import TraceWriter
 _ORDER = ("full", "evicted", "helper", "rescue")
 
 
-def default_trace() -> Path:
-    return Path(tempfile.gettempdir()) / "kvcore-demo.jsonl"
+def fresh_trace() -> Path:
+    """A new empty file of this user alone, in the folder of temporary files."""
+    handle, name = tempfile.mkstemp(prefix="kvcore-demo-", suffix=".jsonl")
+    os.close(handle)
+    return Path(name)
 
 
 def run_demo(
@@ -42,7 +47,7 @@ def run_demo(
         _C.set_num_threads(threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    console = Console(highlight=False)
+    console, output = make_console()
     with bad_value_is(Failure):
         models = load_models()
     chosen = settings.draw()
@@ -53,12 +58,12 @@ def run_demo(
         f"{settings.budget} + {eviction.protect} entries.",
         markup=False,
     )
-    path = trace or default_trace()
+    path = trace or fresh_trace()
     rows: list[Row] = []
     solutions: dict[str, list[Solution]] = {}
-    told = {"demo": asdict(settings)}
+    header = {"demo": asdict(settings)}
     with (
-        TraceWriter(path, settings=told, version=__version__) as writer,
+        TraceWriter(path, settings=header, version=__version__) as writer,
         _Bars(console, settings.problems) as bars,
     ):
         for method in _ORDER:
@@ -74,12 +79,14 @@ def run_demo(
             rows.append(row)
             bars.end(row)
     share = recovered(rows)
-    _print_table(console, rows, share)
-    _print_example(console, chosen, rows, solutions)
-    console.print(f"trace of KV-Rescue: {path}", markup=False, soft_wrap=True)
     if json_file is not None:
         result = {"rows": [row.to_json() for row in rows], "recovered": share}
         write_result(json_file, {**result, "settings": asdict(settings)})
+    _print_table(console, rows, share)
+    _print_example(console, chosen, rows, solutions)
+    console.print(f"trace of KV-Rescue: {path}", markup=False, soft_wrap=True)
+    if output.failure is not None:
+        raise Failure(f"standard output: {told(output.failure)}")
 
 
 class _Bars:

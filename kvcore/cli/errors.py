@@ -53,6 +53,7 @@ FLAGS: Mapping[str, str] = {
     "kv_blocks": "--kv-gb",
     "max_seqs": "--max-seqs",
     "system_prompt": "--system-prompt",
+    "template_args": "--template-arg",
     "problems": "--problems",
     "questions": "--question",
     "question": "--question",
@@ -104,6 +105,7 @@ def run_command(body: Callable[[], None], *, debug: bool) -> None:
 
 def _leave(message: str, code: int, debug: bool) -> None:
     if debug:
-        typer.echo(traceback.format_exc(), err=True)
-    typer.echo(message, err=True)
+        message = f"{traceback.format_exc()}\n{message}"
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        typer.echo(message, err=True)
     raise typer.Exit(code)

@@ -17,7 +17,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from kvcore.eval.grading import extract_answer
+from kvcore.cli.report import judged
+from kvcore.eval.datasets import Problem
 from kvcore.search.results import (
     ProblemEnded,
     ProblemStarted,
@@ -31,7 +32,7 @@ COLOURS = {"base": "cyan", "helper": "yellow"}
 _REFRESH_PER_SECOND = 8
 _MAX_LIVE_LINES = 8
 # Text of a model must not steer the terminal.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
@@ -54,10 +55,10 @@ class Screen:
     """Shows a search. ``tokens`` returns the tokens generated so far, by all models."""
 
     def __init__(
-        self, console: Console, questions: Sequence[str], tokens: Callable[[], int]
+        self, console: Console, problems: Sequence[Problem], tokens: Callable[[], int]
     ) -> None:
         self._console = console
-        self._questions = questions
+        self._problems = problems
         self._tokens = tokens
         self._running: dict[int, _Progress] = {}
         self._ended = 0
@@ -116,7 +117,7 @@ class Screen:
 
     @property
     def _many(self) -> bool:
-        return len(self._questions) > 1
+        return len(self._problems) > 1
 
     def _name(self, problem: int) -> str:
         return f"question {problem + 1}"
@@ -141,10 +142,14 @@ class Screen:
         self._ended += 1
         prefix = f"{self._name(solution.problem)}: " if self._many else ""
         if solution.error is not None:
-            self.line(f"{prefix}failed: {solution.error}", "red")
+            self.line(f"{prefix}failed: {printable(solution.error)}", "red")
             return
-        answer = extract_answer(solution.text)
+        outcome = judged(self._problems, solution)
+        solution, answer = outcome.solution, outcome.answer
         shown = "no answer found" if answer is None else f"answer: {printable(answer)}"
+        if outcome.correct is not None:
+            gold = printable(str(outcome.gold))
+            shown += " (right)" if outcome.correct else f" (wrong, expected {gold})"
         if solution.finish != "eos":
             shown += f" (cut off by {solution.finish})"
         self.line(f"{prefix}{shown}", "bold green" if answer is not None else "bold red")
@@ -152,7 +157,7 @@ class Screen:
     def _render(self) -> Group:
         seconds = max(time.monotonic() - self._start, 1e-9)
         tokens = self._tokens()
-        total = f"{self._ended}/{len(self._questions)} done, {tokens} tokens"
+        total = f"{self._ended}/{len(self._problems)} done, {tokens} tokens"
         self._spinner.update(text=f"{total}, {tokens / seconds:.1f} tokens/s, {seconds:.0f} s")
         lines = [Text(_progress_text(p), style="dim") for p in self._running.values()]
         hidden = len(lines) - _MAX_LIVE_LINES

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcore.cli.errors import Failure, UsageError, bad_value_is
-from kvcore.config import EngineConfig, EvictionConfig, SearchConfig
+from kvcore.config import EngineConfig, EvictionConfig, SearchConfig, check_template_args
 from kvcore.demo import weights
-from kvcore.eval.datasets import load_problems
+from kvcore.eval.datasets import Problem, load_problems
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,10 @@ class Job:
     """One run of ``kvcore solve``.
 
     Attributes:
+        engine: size of each engine; ``context_len`` is where a solution ends, and engines get what
+            their models may have to read on the way there.
         system_prompt: None takes the search's own.
+        template_args: keywords of every chat template.
         dtype: None takes each checkpoint's.
         threads: of torch and of kvcore's kernels; None leaves both alone.
     """
@@ -38,15 +42,20 @@ class Job:
     base: Path
     helper: Path | None
     scorer: Scorer
-    questions: tuple[str, ...]
+    problems: tuple[Problem, ...]
     eviction: EvictionConfig
     search: SearchConfig
     engine: EngineConfig
     system_prompt: str | None
+    template_args: Mapping[str, Any]
     dtype: str | None
     threads: int | None
     trace: Path | None
     json: Path | None
+
+    @property
+    def questions(self) -> tuple[str, ...]:
+        return tuple(problem.question for problem in self.problems)
 
     def as_json(self) -> dict[str, Any]:
         """The settings that decide the result, for a trace's header."""
@@ -56,6 +65,7 @@ class Job:
             "scorer": str(self.scorer),
             "questions": list(self.questions),
             "system_prompt": self.system_prompt,
+            "template_args": dict(self.template_args),
             "dtype": self.dtype,
             "eviction": dataclasses.asdict(self.eviction),
             "search": dataclasses.asdict(self.search),
@@ -124,19 +134,38 @@ def eviction_config(evict: str | None, **fields: Any) -> EvictionConfig:
         return EvictionConfig(policy=evict, **given)
 
 
-def read_questions(questions: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """The questions of ``--question`` (repeated) or of the JSONL file of ``--questions``."""
+def read_questions(questions: Sequence[str], file: Path | None) -> tuple[Problem, ...]:
+    """The problems of ``--question`` (repeated) or of the JSONL file of ``--questions``."""
     if questions and file is not None:
         raise UsageError("--questions: expected either --question or --questions, got both")
     if file is not None:
         with bad_value_is(UsageError):
-            return tuple(problem.question for problem in load_problems(file))
+            return tuple(load_problems(file))
     if not questions:
         raise UsageError("--question: expected a question (or --questions FILE), got none")
     for question in questions:
         if not question.strip():
             raise UsageError(f"--question: expected some text, got {question!r}")
-    return tuple(questions)
+    return tuple(Problem(str(i), question, "") for i, question in enumerate(questions))
+
+
+def parse_template_args(texts: Sequence[str]) -> dict[str, Any]:
+    """Keywords of ``NAME=VALUE`` texts; a value that is not JSON is text."""
+    args: dict[str, Any] = {}
+    for text in texts:
+        name, separator, value = text.partition("=")
+        name = name.strip()
+        if not separator or not name.isidentifier():
+            raise UsageError(f"--template-arg: expected NAME=VALUE, got {text!r}")
+        if name in args:
+            raise UsageError(f"--template-arg: expected each name once, got {name!r} twice")
+        try:
+            args[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            args[name] = value
+    with bad_value_is(UsageError):
+        check_template_args(args)
+    return args
 
 
 def output_path(path: Path | None, flag: str) -> Path | None:

@@ -60,7 +60,6 @@ class Engine:
         config = config or EngineConfig()
         self.model = model
         self.eviction = eviction or EvictionConfig()
-        self.detector = detector
         self.stats = EngineStats()
         self.context_len = config.context_len or model.context_len
         if self.context_len > model.context_len:
@@ -73,6 +72,7 @@ class Engine:
         self._scheduler = Scheduler(
             self._cache, eviction=self.eviction, max_batched_tokens=config.max_batched_tokens
         )
+        self._detector = detector
         self._generator = Generator(model, detector, self.context_len)
         self._executor = Executor(
             model, self._cache, self.eviction, policy, self._generator, self.stats
@@ -234,6 +234,18 @@ class Engine:
             seq.busy or (seq.error is not None and not seq.error_told)
             for seq in self._sequences.values()
         )
+
+    @property
+    def detector(self) -> DetectorConfig | None:
+        """May be set while nothing generates. Raises ValueError otherwise."""
+        return self._detector
+
+    @detector.setter
+    def detector(self, detector: DetectorConfig | None) -> None:
+        if any(seq.generating is not None for seq in self._sequences.values()):
+            raise ValueError("detector: expected an engine on which nothing generates")
+        self._generator.set_detector(detector)
+        self._detector = detector
 
     @property
     def num_sequences(self) -> int:

@@ -33,8 +33,12 @@ class Generator:
         self._eos = model.eos_ids
         self._context_len = context_len
         self._bytes = model.token_bytes
+        self.set_detector(detector)
+
+    def set_detector(self, detector: DetectorConfig | None) -> None:
+        """REQUIRES: no generation is open."""
         self._detects = detector is not None
-        self._monitor = _make_monitor(detector or DetectorConfig(), model.token_bytes)
+        self._monitor = _make_monitor(detector or DetectorConfig(), self._bytes)
 
     def check(self, spec: GenerateSpec) -> None:
         """Raise ValueError if ``spec`` wants a detector that the engine lacks."""

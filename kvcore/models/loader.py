@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,25 +10,24 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 from kvcore.cache import CacheShape
 from kvcore.models.attention import ATTENTION_NAME, register_attention
+from kvcore.models.checkpoint import (
+    DTYPES,
+    OUTPUT_MATRIX,
+    check_fit,
+    check_kinds,
+    read_config,
+    stored_tensors,
+)
 from kvcore.models.prepack import prepack_linears
 from kvcore.models.support import UnsupportedModel, cache_shape, check_supported
 from kvcore.models.token_bytes import token_byte_list
 from kvcore.models.token_head import load_token_head_model
+from kvcore.models.tokenizer import open_tokenizer
 from kvcore.native import _C
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def bind_model(
     config: PretrainedConfig = model.config  # type: ignore[assignment]
     check_supported(config)
     dtype = next(model.parameters()).dtype
-    if dtype not in _DTYPES.values():
+    if dtype not in DTYPES.values():
         raise UnsupportedModel(f"model: expected float32, bfloat16 or float16 weights, got {dtype}")
     register_attention()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
@@ -119,52 +117,24 @@ def _open_config(path: str | Path, argument: str) -> tuple[Path, PretrainedConfi
         raise ValueError(f"{argument}: {str(path)!r} holds no config.json")
     if int(transformers.__version__.split(".")[0]) < 5:
         raise RuntimeError(f"transformers >= 5 is needed, found {transformers.__version__}")
+    if (folder / "adapter_config.json").is_file():
+        raise UnsupportedModel(
+            f"{argument}: {str(path)!r} holds an adapter (adapter_config.json): merge it first"
+        )
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{argument}: {str(path)!r}: {error}") from error
-    try:
-        check_supported(config)
+        return folder, read_config(folder)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{argument}: {str(path)!r} is refused: {error}") from None
-    return folder, config
 
 
 def _resolve_dtype(dtype: str | torch.dtype | None, config: PretrainedConfig) -> torch.dtype:
-    if dtype is None:
-        dtype = getattr(config, "dtype", None) or torch.float32
-    chosen = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if chosen not in _DTYPES.values():
-        raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
+    if dtype is None or dtype == "auto":
+        dtype = config.dtype
+    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen not in DTYPES.values():
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)} or auto, got {dtype!r}")
     assert chosen is not None
     return chosen
-
-
-def _open_tokenizer(folder: Path, argument: str) -> PreTrainedTokenizerBase:
-    # Without files transformers may make an empty tokenizer of the model's usual class.
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        names = ", ".join(_TOKENIZER_FILES)
-        raise ValueError(f"{argument}: no tokenizer in {str(folder)!r}: expected one of {names}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if _rebuilt_differently(tokenizer, folder / "tokenizer.json"):
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        return tokenizer
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{argument}: no usable tokenizer in {str(folder)!r}: {error}") from error
-
-
-def _rebuilt_differently(tokenizer: PreTrainedTokenizerBase, file: Path) -> bool:
-    """True if the model's usual tokenizer class ignored what ``tokenizer.json`` says.
-
-    For some model types transformers 5 builds the class's own algorithm (byte-level BPE for Qwen2)
-    around the file's vocabulary, whatever the file describes, and texts become other ids.
-    """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not file.is_file():
-        return False
-    declared = json.loads(file.read_text(encoding="utf-8")).get("model", {}).get("type")
-    return declared is not None and declared != type(backend.model).__name__
 
 
 def load_model(
@@ -178,14 +148,15 @@ def load_model(
     """Load a Qwen2, Qwen3 or Llama checkpoint directory.
 
     Args:
-        dtype: "float32", "bfloat16" or "float16"; None takes the checkpoint's.
+        dtype: "float32", "bfloat16" or "float16"; None or "auto" takes the checkpoint's.
         device: only "cpu" in this version.
         prepack: keep linear weights in oneDNN's packed layout, where that is faster (large
             weights in float32; all in bfloat16 if the CPU has instructions for it).
         argument: name used in error messages.
     Raises:
         ValueError: no such directory, damaged files, or an unknown dtype or device.
-        UnsupportedModel: the model would decode wrongly here; the message says why.
+        UnsupportedModel: the model would decode wrongly here, its weights being others than its
+            configuration implies included; the message says why.
     """
     if device != "cpu":
         raise ValueError(
@@ -193,8 +164,9 @@ def load_model(
         )
     folder, config = _open_config(path, argument)
     chosen = _resolve_dtype(dtype, config)
-    tokenizer = _open_tokenizer(folder, argument)
+    tokenizer = open_tokenizer(folder, argument)
     try:
+        stored = stored_tensors(folder)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -206,13 +178,31 @@ def load_model(
         model, info = loaded
     except Exception as error:  # safetensors, OS and shape errors: all mean damaged files
         raise ValueError(f"{argument}: cannot load weights from {str(path)!r}: {error}") from error
-    if info["missing_keys"]:
-        names = sorted(info["missing_keys"])[:3]
-        raise ValueError(f"{argument}: weights missing in {str(path)!r}, for instance {names}")
     for name, found, expected in sorted(info["mismatched_keys"]):
         shapes = f"expected {tuple(expected)}, got {tuple(found)}"
         raise ValueError(f"{argument}: weight {name!r} in {str(path)!r}: {shapes}")
+    try:
+        check_fit(info["missing_keys"], info["unexpected_keys"])
+        check_kinds(stored)
+        _check_tie(model)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{argument}: {str(path)!r} is refused: {error}") from None
     return bind_model(model, tokenizer, name=folder.name, prepack=prepack)
+
+
+def _check_tie(model: Any) -> None:
+    """Raises UnsupportedModel if a tied model's file holds another output matrix.
+
+    One that repeats the embedding is redundant. With one that differs, the file contradicts its
+    configuration, and libraries disagree on which of them counts.
+    """
+    if not getattr(model.config, "tie_word_embeddings", False):
+        return
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    if head is not embedding and not torch.equal(head, embedding):
+        raise UnsupportedModel(
+            f"{OUTPUT_MATRIX} differs from the embedding that it shall be (tie_word_embeddings)"
+        )
 
 
 def load_prm(
@@ -228,7 +218,7 @@ def load_prm(
     """
     folder, config = _open_config(path, argument)
     chosen = _resolve_dtype(dtype, config)
-    tokenizer = _open_tokenizer(folder, argument)
+    tokenizer = open_tokenizer(folder, argument)
     try:
         model = load_token_head_model(folder, config, chosen)
     except UnsupportedModel as error:

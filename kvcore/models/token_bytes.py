@@ -72,3 +72,10 @@ def token_byte_list(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         else:
             out[token_id] = str(tokenizer.decode([token_id], skip_special_tokens=True)).encode()
     return out
+
+
+@lru_cache(maxsize=4)
+def byte_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[int, int]:
+    """The id of every byte that a token stands for alone; the lowest where there are several."""
+    pieces = token_byte_list(tokenizer)
+    return {piece[0]: i for i, piece in reversed(list(enumerate(pieces))) if len(piece) == 1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModel, PretrainedConfig
 
+from kvcore.models.checkpoint import (
+    INDEX,
+    OUTPUT_MATRIX,
+    WEIGHTS,
+    check_fit,
+    check_kinds,
+    stored_tensors,
+    weight_files,
+)
 from kvcore.models.support import UnsupportedModel
 
 PRM_ARCHITECTURE = "Qwen2ForProcessRewardModel"
@@ -40,14 +48,6 @@ class TokenHeadModel(nn.Module):
         return logits
 
 
-def _checkpoint_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        return [folder / name for name in names]
-    return [folder / "model.safetensors"]
-
-
 def load_token_head_model(
     folder: Path, config: PretrainedConfig, dtype: torch.dtype
 ) -> TokenHeadModel:
@@ -63,18 +63,20 @@ def load_token_head_model(
     with torch.device("meta"):
         trunk = AutoModel.from_config(config, dtype=dtype)
         model = TokenHeadModel(trunk, config.hidden_size, getattr(config, "num_labels", 2) or 2)
+    # Some exports store an output matrix, which nobody uses.
+    stored = {name: t for name, t in stored_tensors(folder).items() if name != OUTPUT_MATRIX}
+    if not stored:
+        raise ValueError(f"no weights: expected {WEIGHTS} or {INDEX}")
+    own = model.state_dict().keys()
+    check_fit(own - stored.keys(), stored.keys() - own)
+    check_kinds(stored)
     state: dict[str, Tensor] = {}
-    for path in _checkpoint_files(folder):
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (safe_open has no __iter__)
-                if name != "lm_head.weight":  # stored by some exports, used by nobody
+                if name in own:
                     state[name] = tensors.get_tensor(name).to(dtype)
-    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    if missing or unexpected:
-        raise UnsupportedModel(
-            f"weights do not fit: missing {sorted(missing)[:3]}, "
-            f"unexpected {sorted(unexpected)[:3]}"
-        )
+    model.load_state_dict(state, assign=True)
     _rebuild_rope(trunk, config)
     return model
 

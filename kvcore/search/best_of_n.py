@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcore.config import SearchConfig
 from kvcore.search.driver import solve
@@ -28,6 +28,7 @@ def best_of_n(
     scorer: Scorer | EngineScorer,
     config: SearchConfig | None = None,
     system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
+    template_args: Mapping[str, Any] | None = None,
     on_event: Callable[[TraceEvent], None] | None = None,
     max_in_flight: int | None = None,
 ) -> list[Solution]:
@@ -42,6 +43,7 @@ def best_of_n(
         scorer=scorer,
         config=best_of_n_config(config or SearchConfig()),
         system_prompt=system_prompt,
+        template_args=template_args,
         on_event=on_event,
         max_in_flight=max_in_flight,
     )

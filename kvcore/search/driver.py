@@ -9,16 +9,24 @@ Source: KV-Rescue, Algorithm 1 and appendix C.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcore.config import EvictionConfig, SearchConfig, require, require_int
 from kvcore.search.ports import Ports
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt, Translator, translator
+from kvcore.search.prompting import Prompting
 from kvcore.search.results import Solution, Source, TraceEvent, Warned
-from kvcore.search.scorers.base import EngineScorer, Scorer, ScorerContext, open_scorer
+from kvcore.search.scorers.base import (
+    EngineScorer,
+    Scorer,
+    ScorerContext,
+    open_scorer,
+    scorer_model,
+)
 from kvcore.search.stepper import Model, Stepper
 
 if TYPE_CHECKING:
@@ -75,8 +83,11 @@ class Search:
         scorer: anything with a ``score`` method, or an engine scorer.
         helper: full-context model (KV-Rescue); None is best-of-N.
         config: see ``SearchConfig``; ``n_helper=None`` means ``n`` with a helper and 0 without.
-            Early exit uses the detector of ``base``, which must equal ``config.detector``.
-        system_prompt: of the chat template; None for none.
+            Early exit uses the detector of ``base``, which must equal ``config.detector``; an
+            engine made without one is lent ``config.detector`` for the time of ``run``.
+        system_prompt: of the chat template; None for none. Models without a template get it and the
+            question as plain text; the default is left out if no model has one.
+        template_args: keywords of every chat template, for instance ``{"enable_thinking": False}``.
         on_event: called with every trace event, in order, in the thread of ``run``.
         max_in_flight: problems that hold sequences at once; None takes what the engines' rows allow
             without preemption, and at least 1.
@@ -98,25 +109,38 @@ class Search:
         helper: Engine | None = None,
         config: SearchConfig | None = None,
         system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
+        template_args: Mapping[str, Any] | None = None,
         on_event: Callable[[TraceEvent], None] | None = None,
         max_in_flight: int | None = None,
     ) -> None:
         config = config or SearchConfig()
         self.prompts = _as_prompts(questions)
         self.warnings: list[str] = []
-        self.solutions: list[Solution] = []
+        self._solved: dict[int, Solution] = {}
         self._on_event = on_event
         self._base = base
+        self._config = config
         if max_in_flight is not None:
             require_int(max_in_flight, "max_in_flight", 1)
         _check_engine("base", base)
-        self._check_detector(base, config)
+        self._lends = self._check_detector(base, config)
         n_helper = config.n_helper
         if helper is None:
             require(not n_helper, "n_helper", "0 or None without a helper", n_helper)
         else:
             _check_engine("helper", helper)
+            if helper.eviction.evicts:
+                raise ValueError(f"helper: expected a full cache, got {helper.eviction!r}")
             n_helper = config.n if n_helper is None else n_helper
+        engines = {"base": base} if helper is None else {"base": base, "helper": helper}
+        prompting = Prompting.of(
+            {role: engine.model for role, engine in engines.items()},
+            scorer_model(scorer),
+            system_prompt,
+            template_args or {},
+            uses_template=any(prompt.text is None for prompt in self.prompts),
+        )
+        self.warnings += prompting.warnings
 
         self._ports = Ports()
         models: dict[Source, Model] = {"base": Model(self._ports.get(base), config.n)}
@@ -130,6 +154,8 @@ class Search:
                 self._ports,
                 base=models["base"].port,
                 helper=models["helper"].port if helper is not None else None,
+                system_prompt=prompting.system_prompt,
+                template_args=prompting.template_args,
             ),
         )
         self.max_in_flight = max_in_flight or self._default_in_flight(models)
@@ -141,16 +167,22 @@ class Search:
             translators,
             self._backend,
             config,
-            system_prompt=system_prompt,
+            system_prompt=prompting.system_prompt,
+            template_args=prompting.template_args,
             emit=self._emit,
             solved=self._on_solved,
         )
 
+    @property
+    def solutions(self) -> list[Solution]:
+        return list(self._solved.values())
+
     def run(self) -> Iterator[Solution]:
         """Solves; may be called once. Everything allocated is released however it ends.
 
-        A problem's failure is its solution's ``error``; an engine's, ``on_event``'s or a
-        KeyboardInterrupt ends the search and is raised.
+        A problem's failure is its solution's ``error``, whoever raised it. A failure of an engine's
+        ``step``, of ``on_event``, or a KeyboardInterrupt ends the search and is raised; problems
+        under way then get their last events as well, unless ``on_event`` is what failed.
         """
         if self._started:
             raise RuntimeError("run: a search runs once; make a new one")
@@ -161,6 +193,8 @@ class Search:
         active = self._stepper.active
         fired = self._base.stats.evictions
         try:
+            if self._lends:
+                self._base.detector = self._config.detector
             for message in self.warnings:
                 self._emit(Warned(message))
             while self._waiting or active or self._unread:
@@ -173,9 +207,16 @@ class Search:
                     self._advance()
             self._tell_idle_eviction(fired)
         finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Ends what is under way and gives everything back, whatever fails on the way."""
+        with contextlib.ExitStack() as last_first:
+            if self._lends:
+                last_first.callback(setattr, self._base, "detector", None)
+            last_first.callback(self._ports.close)
+            last_first.callback(self._backend.close)
             self._stepper.interrupt()
-            self._backend.close()
-            self._ports.close()
 
     def _advance(self) -> None:
         """One step of every engine; waits only when a scorer thread is all there is to wait for."""
@@ -194,21 +235,25 @@ class Search:
             self._emit(Warned(notice))
 
     def _on_solved(self, solution: Solution) -> None:
-        self.solutions.append(solution)
-        self._unread.append(solution)
+        # An interruption may come while a solution is handed over: it is then told again.
+        if solution.problem not in self._solved:
+            self._solved[solution.problem] = solution
+            self._unread.append(solution)
 
     def _emit(self, event: TraceEvent) -> None:
         if self._on_event is not None:
             self._on_event(event)
 
-    def _check_detector(self, base: Engine, config: SearchConfig) -> None:
-        """Refuses an early exit other than the engine's, before anything runs."""
+    def _check_detector(self, base: Engine, config: SearchConfig) -> bool:
+        """Whether the engine has no detector and is lent the search's. Refuses one that differs."""
         own = base.detector
-        if config.detector is not None and own != config.detector:
+        if config.detector is not None and own is not None and own != config.detector:
             raise ValueError(
                 f"detector: expected the base engine's ({own!r}), got {config.detector!r}: "
-                "make the engine with this detector, or set detector=None for no early exit"
+                "make the engine with this detector or with none, or set detector=None for no "
+                "early exit"
             )
+        return own is None and config.detector is not None
 
     def _make_translators(
         self, base: Engine, helper: Engine
@@ -249,6 +294,7 @@ def solve(
     helper: Engine | None = None,
     config: SearchConfig | None = None,
     system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
+    template_args: Mapping[str, Any] | None = None,
     on_event: Callable[[TraceEvent], None] | None = None,
     max_in_flight: int | None = None,
 ) -> list[Solution]:
@@ -264,6 +310,7 @@ def solve(
         helper=helper,
         config=config,
         system_prompt=system_prompt,
+        template_args=template_args,
         on_event=on_event,
         max_in_flight=max_in_flight,
     )

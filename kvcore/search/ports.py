@@ -50,9 +50,10 @@ class EnginePort:
         del self._handlers[child]
 
     def release(self, seq: int) -> None:
-        """Gives ``seq`` back; does nothing if it already was."""
-        if self._handlers.pop(seq, None) is not None:
+        """Gives ``seq`` back; does nothing if it already was. ``close`` repeats what raised."""
+        if seq in self._handlers:
             self.engine.release(seq)
+            del self._handlers[seq]
 
     def step(self) -> bool:
         """One step of the engine, its events handed out. Returns False if it had no work."""

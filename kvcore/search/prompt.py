@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from kvcore.models.text_ids import Piece, encode_pieces, encode_template, encode_text
+from kvcore.models.token_bytes import byte_token_ids
+from kvcore.search.templates import has_template, head_ids
 
 # Source: KV-Rescue follows the Qwen2.5-Math regime; its model cards give this message.
 DEFAULT_SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -27,62 +30,40 @@ class Prompt:
     key: int | None = None
 
 
-def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Ids of ``text`` alone; names of special tokens in it are ordinary text."""
-    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-    return list(ids)
+def default_unless(system_prompt: str | None, tokenizers: Iterable[Any]) -> str | None:
+    """``system_prompt``; None if it is the default, and none of ``tokenizers`` has a template.
+
+    The default speaks to chat models. Models that all go without a template get questions alone.
+    """
+    if system_prompt == DEFAULT_SYSTEM_PROMPT and not any(map(has_template, tokenizers)):
+        return None
+    return system_prompt
 
 
-def encode_template(tokenizer: Any, text: str) -> list[int]:
-    """Ids of rendered ``text``, in which names of special tokens are special tokens."""
-    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=False).input_ids)
-
-
-def render_chat(
-    tokenizer: Any, messages: Sequence[dict[str, str]], *, generation_prompt: bool
-) -> str:
-    """The chat template's text for ``messages``."""
-    text = tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=generation_prompt
-    )
-    return str(text)
-
-
-def prompt_ids(tokenizer: Any, prompt: Prompt, system_prompt: str | None) -> list[int]:
+def prompt_ids(
+    tokenizer: Any,
+    prompt: Prompt,
+    system_prompt: str | None,
+    template_args: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Token ids that a model continues from.
 
-    Uses the tokenizer's chat template with ``system_prompt`` (no system message if None or empty)
-    and the generation prompt. A tokenizer without a template gets the question as it is, with the
-    special tokens that the tokenizer adds, and ``system_prompt`` is not used.
+    Uses the tokenizer's chat template with ``system_prompt`` (no system message if None or empty),
+    the generation prompt and ``template_args``. A tokenizer without a template gets system prompt
+    and question as plain text, a blank line between them, after the special tokens that it puts in
+    front of texts. Names of special tokens in question and system prompt are ordinary text.
+    Raises:
+        TemplateError: the template cannot be rendered.
+        ValueError: a text is not Unicode.
     """
     if prompt.text is not None:
         return encode_template(tokenizer, prompt.text)
-    if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer(prompt.question).input_ids)
-    messages = [{"role": "user", "content": prompt.question}]
-    if system_prompt:
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    return encode_template(tokenizer, render_chat(tokenizer, messages, generation_prompt=True))
+    return head_ids(tokenizer, prompt.question, system_prompt, template_args, answer=False)
 
 
 def encode_around(tokenizer: Any, head: str, text: str, tail: str) -> list[int]:
-    """Ids of ``head + text + tail``, where only head and tail may contain special tokens.
-
-    Special tokens cut a text for the tokenizer, so the ids equal those of the whole text when
-    ``text`` names none: everything between the last special token of ``head`` and the first of
-    ``tail`` is encoded in one piece.
-    """
-    added = tokenizer.added_tokens_decoder.values()
-    names = sorted((token.content for token in added if token.special), key=len, reverse=True)
-    pattern = "|".join(map(re.escape, names)) or r"(?!)"  # without any: what never matches
-    cut = max((found.end() for found in re.finditer(pattern, head)), default=0)
-    first = re.search(pattern, tail)
-    end = first.start() if first else len(tail)
-    return (
-        encode_template(tokenizer, head[:cut])
-        + encode_text(tokenizer, head[cut:] + text + tail[:end])
-        + encode_template(tokenizer, tail[end:])
-    )
+    """Ids of ``head + text + tail``, where only head and tail may contain special tokens."""
+    return encode_pieces(tokenizer, [Piece(head, False), Piece(text, True), Piece(tail, False)])
 
 
 def same_tokenizer(first: Any, second: Any) -> bool:
@@ -101,11 +82,13 @@ class Translator:
         same: ids mean the same in both; they pass untouched.
         tokenizer: of the receiving model.
         eos: id that ends a text for the receiving model.
+        vocab: ids of the receiving model; None if all of the tokenizer's.
     """
 
     same: bool
     tokenizer: Any
     eos: int | None
+    vocab: int | None = None
 
     def ids(self, tokens: Sequence[int], text: bytes, *, ends: bool) -> list[int]:
         """The step for the receiving model.
@@ -115,15 +98,44 @@ class Translator:
             text: its bytes, special tokens excluded.
             ends: its last token is an eos; the receiver's own is then appended.
         Returns:
-            ``tokens`` if ``same``; else the ids of the text, encoded alone, without a character
-            that the step's end cuts. May be empty.
+            ``tokens`` if ``same``; else the ids of the text as it goes on after other ids, with
+            nothing added. Of a character that the step's beginning or end cuts, the bytes are
+            given where the receiving vocabulary has ids for bytes; else it is left out. May be
+            empty.
         """
         if self.same:
             return list(tokens)
-        ids = encode_text(self.tokenizer, text.decode("utf-8", errors="ignore"))
+        ids: list[int] = []
+        for part in _decoded(text):
+            if isinstance(part, str):
+                ids += encode_text(self.tokenizer, part)
+            else:
+                ids += self._byte_ids(part)
         if ends and self.eos is not None:
             ids.append(self.eos)
         return ids
+
+    def _byte_ids(self, data: bytes) -> list[int]:
+        if getattr(self.tokenizer, "backend_tokenizer", None) is None:
+            return []
+        known = byte_token_ids(self.tokenizer)
+        ids = [known[byte] for byte in data if byte in known]
+        return [i for i in ids if self.vocab is None or i < self.vocab]
+
+
+def _decoded(data: bytes) -> list[str | bytes]:
+    """``data`` as UTF-8: texts, and between them the bytes that are none."""
+    parts: list[str | bytes] = []
+    while data:
+        try:
+            parts.append(data.decode("utf-8"))
+            break
+        except UnicodeDecodeError as error:
+            if error.start:
+                parts.append(data[: error.start].decode("utf-8"))
+            parts.append(data[error.start : error.end])
+            data = data[error.end :]
+    return parts
 
 
 def translator(source: Any, target: Any) -> Translator:
@@ -132,4 +144,4 @@ def translator(source: Any, target: Any) -> Translator:
     if eos is None and target.eos_ids:
         eos = min(target.eos_ids)
     same = source is target or same_tokenizer(source.tokenizer, target.tokenizer)
-    return Translator(same=same, tokenizer=target.tokenizer, eos=eos)
+    return Translator(same=same, tokenizer=target.tokenizer, eos=eos, vocab=target.vocab)

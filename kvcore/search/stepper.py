@@ -2,18 +2,24 @@
 
 Everything here is driven by events: a root that is ready starts the candidates of its model, the
 last candidate to end asks the scorer, the scores commit a step, the commit feeds the roots again.
+
+Whatever raises on the way (tokenizers, templates, scorers, engines that refuse) ends the problem it
+was asked for, and no other. Only ``emit`` ends the search.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvcore.config import SearchConfig
 from kvcore.engine.events import Finish, GenerateSpec, Generation, StepEvent
 from kvcore.native import _C
 from kvcore.search import rescue
+from kvcore.search.failures import ProblemFailed, lone_surrogate, shown, told
 from kvcore.search.ports import EnginePort, Handler
 from kvcore.search.prompt import Prompt, Translator, prompt_ids
 from kvcore.search.results import (
@@ -65,6 +71,7 @@ class Stepper:
         config: SearchConfig,
         *,
         system_prompt: str | None,
+        template_args: Mapping[str, Any] | None = None,
         emit: Callable[[TraceEvent], None],
         solved: Callable[[Solution], None],
     ) -> None:
@@ -73,8 +80,10 @@ class Stepper:
         self._backend = backend
         self._config = config
         self._system_prompt = system_prompt
+        self._template_args = template_args
         self._emit = emit
         self._solved = solved
+        self._broken: Exception | None = None  # what ``emit`` raised: the search is over
         self.active: dict[int, Trajectory] = {}
 
     def admit(self, order: int, prompt: Prompt) -> None:
@@ -82,28 +91,55 @@ class Stepper:
         assert prompt.key is not None
         trajectory = Trajectory(order, prompt.key, prompt)
         self.active[order] = trajectory
-        ids = {
-            source: prompt_ids(model.port.engine.model.tokenizer, prompt, self._system_prompt)
-            for source, model in self._models.items()
-        }
-        trajectory.base_length = len(ids["base"])
-        self._emit(
+        ids: dict[Source, list[int]] = {}
+        failure = None
+        try:
+            for source in self._models:
+                ids[source] = self._prompt_ids(source, prompt)
+        except ProblemFailed as error:
+            failure = str(error)
+        trajectory.base_length = len(ids.get("base", []))
+        self._tell(
             ProblemStarted(
-                trajectory.key, prompt.question, len(ids["base"]), len(ids.get("helper", []))
+                trajectory.key,
+                prompt.question,
+                len(ids.get("base", [])),
+                len(ids.get("helper", [])),
             )
         )
-        for source, tokens in ids.items():
-            limit = min(self._models[source].port.engine.context_len, self._config.max_tokens)
-            if not 0 < len(tokens) < limit:
-                self._fail(
-                    trajectory,
-                    f"question: expected 1 to {limit - 1} prompt tokens for the {source} model, "
-                    f"got {len(tokens)}",
-                )
-                return
+        if failure is not None:
+            self._fail(trajectory, failure)
+            return
+        with self._fate_of(trajectory):
+            self._plant(trajectory, ids)
+
+    def _prompt_ids(self, source: Source, prompt: Prompt) -> list[int]:
+        """The prompt of one model. Raises ProblemFailed."""
+        text = prompt.question if prompt.text is None else prompt.text
+        place = lone_surrogate(text) if isinstance(text, str) else None
+        if place is not None:
+            raise ProblemFailed(
+                "question: expected text that has a UTF-8 form, "
+                f"got the lone surrogate {text[place]!r} at {place}"
+            )
+        engine = self._models[source].port.engine
+        with self._named(f"question: no prompt for the {source} model"):
+            ids = prompt_ids(
+                engine.model.tokenizer, prompt, self._system_prompt, self._template_args
+            )
+        limit = min(engine.context_len, self._config.max_tokens)
+        if not 0 < len(ids) < limit:
+            raise ProblemFailed(
+                f"question: expected 1 to {limit - 1} prompt tokens for the {source} model, "
+                f"got {len(ids)}"
+            )
+        return ids
+
+    def _plant(self, trajectory: Trajectory, ids: Mapping[Source, list[int]]) -> None:
+        """Starts the roots and tells the scorer."""
         for source, model in self._models.items():
-            handler = self._root_handler(trajectory, source)
-            root = model.port.add(ids[source], handler)
+            with self._named(f"{source} model"):
+                root = model.port.add(ids[source], self._root_handler(trajectory, source))
             trajectory.sides[source] = Side(
                 source,
                 model.port,
@@ -113,34 +149,84 @@ class Stepper:
                 processed=len(ids[source]),
             )
         helper = trajectory.sides.get("helper")
-        try:
-            self._backend.begin(order, prompt, root=helper.root if helper else None)
-        except ValueError as error:
-            self._fail(trajectory, str(error))
-            return
+        with self._scorer_named():
+            self._backend.begin(
+                trajectory.order, trajectory.prompt, root=helper.root if helper else None
+            )
         if self._room(trajectory) < 1:
-            self._fail(trajectory, "question: its prompt fills the scorer's context")
+            raise ProblemFailed("question: its prompt fills the scorer's context")
 
     def interrupt(self) -> None:
-        """Ends all problems with what they have. Releases nothing."""
+        """Ends all problems with what they have. Releases nothing.
+
+        What ``emit`` raises is dropped: the search ends for a reason of its own.
+        """
         for trajectory in list(self.active.values()):
             trajectory.retired = True
-            trajectory.scorer_tokens = self._backend.processed(trajectory.order)
-            self._solved(self._solution(trajectory, "interrupted", None))
-        self.active.clear()
+            with contextlib.suppress(Exception):
+                trajectory.scorer_tokens = self._backend.processed(trajectory.order)
+            step = self._untold_step(trajectory)
+            solution = self._solution(trajectory, "interrupted", None)
+            self._solved(solution)
+            del self.active[trajectory.order]
+            if self._broken is None:
+                with contextlib.suppress(Exception):
+                    self._tell_end(trajectory, step, solution)
+
+    # Failures.
+
+    def _tell(self, event: TraceEvent) -> None:
+        try:
+            self._emit(event)
+        except Exception as error:
+            self._broken = error
+            raise
+
+    @contextlib.contextmanager
+    def _fate_of(self, trajectory: Trajectory) -> Iterator[None]:
+        """An exception inside is this problem's end and does not get out, unless ``emit`` raised
+        it. Every way into this class that works on a problem goes through here.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._broken is not None:
+                raise self._broken from None
+            if not trajectory.retired:
+                reason = str(error) if isinstance(error, ProblemFailed) else told(error)
+                self._fail(trajectory, reason)
+
+    @contextlib.contextmanager
+    def _named(self, who: str) -> Iterator[None]:
+        """An exception inside becomes a ProblemFailed that names ``who``."""
+        try:
+            yield
+        except Exception as error:
+            if self._broken is not None or isinstance(error, ProblemFailed):
+                raise
+            # Errors of this library name argument, expected and got: their type adds nothing.
+            reason = str(error) if type(error) in (ValueError, ScorerError) else told(error)
+            reason = reason.removeprefix(f"{who}: ") or type(error).__name__
+            raise ProblemFailed(f"{who}: {reason}") from error
+
+    def _scorer_named(self) -> contextlib.AbstractContextManager[None]:
+        return self._named(f"scorer {self._backend.name!r}")
 
     # Candidates.
 
     def _root_handler(self, trajectory: Trajectory, source: Source) -> Handler:
         def handle(event: StepEvent) -> None:
-            if event.error is not None:
-                self._fail(trajectory, f"{source} model: {event.error}")
-            elif event.extended:
-                side = trajectory.sides[source]
-                side.ready = True
-                self._tell_step(trajectory)
-                self._start(trajectory, side)
-                self._score(trajectory)
+            if trajectory.retired:  # its root could not be released
+                return
+            with self._fate_of(trajectory):
+                if event.error is not None:
+                    raise ProblemFailed(f"{source} model: {event.error}")
+                if event.extended:
+                    side = trajectory.sides[source]
+                    side.ready = True
+                    self._tell_step(trajectory)
+                    self._start(trajectory, side)
+                    self._score(trajectory)
 
         return handle
 
@@ -150,7 +236,8 @@ class Stepper:
             min(side.port.engine.context_len, self._config.max_tokens) - side.length
             for side in trajectory.sides.values()
         ]
-        scorer = self._backend.room(trajectory.order)
+        with self._scorer_named():
+            scorer = self._backend.room(trajectory.order)
         return min(rooms if scorer is None else [*rooms, scorer])
 
     def _start(self, trajectory: Trajectory, side: Side) -> None:
@@ -172,7 +259,8 @@ class Stepper:
             for i in range(side.num_candidates)
         ]
         handlers = [self._candidate_handler(trajectory, side, c) for c in side.candidates]
-        children = side.port.fork(side.root, specs, handlers)
+        with self._named(f"{side.source} model"):
+            children = side.port.fork(side.root, specs, handlers)
         for candidate, seq in zip(side.candidates, children, strict=True):
             candidate.seq = seq
 
@@ -180,17 +268,17 @@ class Stepper:
         self, trajectory: Trajectory, side: Side, candidate: Candidate
     ) -> Handler:
         def handle(event: StepEvent) -> None:
-            if event.error is not None:
-                self._fail(trajectory, f"{side.source} model: {event.error}")
+            if trajectory.retired:
                 return
-            candidate.seen += event.token is not None
-            ended = event.generation
-            if ended is None:
-                if side.source == "base" and candidate.seen % _BLOCK_SLOTS == 0:
+            with self._fate_of(trajectory):
+                if event.error is not None:
+                    raise ProblemFailed(f"{side.source} model: {event.error}")
+                candidate.seen += event.token is not None
+                if event.generation is not None:
+                    self._end(trajectory, side, candidate, event.generation)
+                elif side.source == "base" and candidate.seen % _BLOCK_SLOTS == 0:
                     assert candidate.seq is not None
                     trajectory.note_footprint(candidate.seq)
-                return
-            self._end(trajectory, side, candidate, ended)
 
         return handle
 
@@ -222,36 +310,51 @@ class Stepper:
         if not trajectory.offered:
             choice = rescue.fallback(candidates)
             if choice is None:
-                self._fail(trajectory, "no candidate has a token: the logits are not finite")
-            else:
-                self._commit(trajectory, choice, None)
+                raise ProblemFailed("no candidate has a token: the logits are not finite")
+            self._commit(trajectory, choice, None)
             return
         for candidate in candidates:
             if candidate not in trajectory.offered:
                 trajectory.sides[candidate.source].release_candidate(candidate)
         requests = [trajectory.request(c) for c in trajectory.offered]
-        self._backend.submit(
-            trajectory.order, requests, lambda outcome: self._on_scores(trajectory, outcome)
-        )
+        step = len(trajectory.steps)
+
+        def done(outcome: list[Score] | ScorerError) -> None:
+            if trajectory.retired or not trajectory.scoring or len(trajectory.steps) != step:
+                return  # late, or said twice
+            with self._fate_of(trajectory):
+                self._on_scores(trajectory, outcome)
+
+        with self._scorer_named():
+            self._backend.submit(trajectory.order, requests, done)
 
     def _on_scores(self, trajectory: Trajectory, outcome: list[Score] | ScorerError) -> None:
-        if isinstance(outcome, ScorerError):
-            self._fail(trajectory, str(outcome))
-            return
         offered = trajectory.offered
-        fits = [i for i, score in enumerate(outcome) if not score.overflow]
-        ranks = [outcome[i].rank for i in fits]
-        if any(math.isnan(rank) for rank in ranks):
-            error = ScorerError(self._backend.name, f"returned NaN among its scores {ranks}")
-            self._fail(trajectory, str(error))
-            return
+        scores = self._checked(outcome, len(offered))
+        fits = [i for i, score in enumerate(scores) if not score.overflow]
         for i in fits:
-            offered[i].score = outcome[i].value
+            offered[i].score = scores[i].value
         if not fits:
             self._retire(trajectory, "max_tokens")
             return
+        ranks = [scores[i].rank for i in fits]
         best = fits[rescue.choose([offered[i] for i in fits], ranks)]
         self._commit(trajectory, rescue.take(offered[best]), best)
+
+    def _checked(self, outcome: object, count: int) -> Sequence[Score]:
+        """Scores that a backend may return for ``count`` requests. Raises ProblemFailed."""
+        if isinstance(outcome, ScorerError):
+            raise ProblemFailed(str(outcome))
+        who = f"scorer {self._backend.name!r}"
+        scores = outcome if isinstance(outcome, (list, tuple)) else []
+        if len(scores) != count or not all(isinstance(score, Score) for score in scores):
+            raise ProblemFailed(f"{who}: expected {count} scores, got {shown(outcome)}")
+        ranks = [score.rank for score in scores if not score.overflow]
+        if not all(isinstance(rank, (int, float)) for rank in ranks):
+            raise ProblemFailed(f"{who}: expected numbers as ranks, got {shown(ranks)}")
+        if any(math.isnan(rank) for rank in ranks):
+            raise ProblemFailed(f"{who}: returned NaN among its scores {ranks}")
+        return scores
 
     # The step.
 
@@ -269,7 +372,8 @@ class Stepper:
         for source in trajectory.sides:
             if source != chosen.source:
                 carrier = self._translators[chosen.source, source]
-                ids[source] = carrier.ids(choice.tokens, data, ends=ends)
+                with self._named(f"step for the {source} model"):
+                    ids[source] = carrier.ids(choice.tokens, data, ends=ends)
         self._tell_candidates(trajectory, chosen)
         committed = trajectory.request(chosen, choice.tokens, data)
         trajectory.append(
@@ -287,12 +391,15 @@ class Stepper:
 
         claimed = None
         if request is not None and chosen.source == "base" and "helper" in trajectory.sides:
-            claimed = self._backend.claim(trajectory.order, request)
+            with self._scorer_named():
+                claimed = self._backend.claim(trajectory.order, request)
         for side in trajectory.sides.values():
             winner = chosen if side is own and choice.whole else None
-            side.close_step(winner, claimed if side is not own else None)
+            with self._named(f"{side.source} model"):
+                side.close_step(winner, claimed if side is not own else None)
             side.length += len(ids[side.source])
-        self._backend.commit(trajectory.order, request, committed)
+        with self._scorer_named():
+            self._backend.commit(trajectory.order, request, committed)
 
         finish = self._finish(trajectory, ends)
         if finish is not None:
@@ -300,7 +407,8 @@ class Stepper:
             self._retire(trajectory, finish)
             return
         for side in trajectory.sides.values():
-            side.feed(ids[side.source])
+            with self._named(f"{side.source} model"):
+                side.feed(ids[side.source])
         self._tell_step(trajectory)
         for side in trajectory.sides.values():
             if side.ready:
@@ -323,18 +431,34 @@ class Stepper:
     def _retire(
         self, trajectory: Trajectory, finish: FinishReason, error: str | None = None
     ) -> None:
+        """Gives everything back, then tells. What cannot be given back now is so at the end."""
         assert not trajectory.retired
         trajectory.retired = True
-        self._tell_candidates(trajectory, None)
-        trajectory.note_base_cache()
-        trajectory.scorer_tokens = self._backend.processed(trajectory.order)
-        self._backend.end(trajectory.order)
+        step = self._untold_step(trajectory)
+        failures: list[str] = []
+
+        def tidy(who: str, act: Callable[[], None]) -> None:
+            try:
+                with self._named(who):
+                    act()
+            except ProblemFailed as failure:
+                failures.append(str(failure))
+
+        def count() -> None:
+            trajectory.scorer_tokens = self._backend.processed(trajectory.order)
+
+        scorer = f"scorer {self._backend.name!r}"
+        tidy("base model", trajectory.note_base_cache)
+        tidy(scorer, count)
+        tidy(scorer, lambda: self._backend.end(trajectory.order))
         for side in trajectory.sides.values():
-            side.release()
-        del self.active[trajectory.order]
+            tidy(f"{side.source} model", side.release)
+        if failures and error is None:
+            finish, error = "error", failures[0]
         solution = self._solution(trajectory, finish, error)
-        self._emit(ProblemEnded(solution))
         self._solved(solution)
+        del self.active[trajectory.order]
+        self._tell_end(trajectory, step, solution)
 
     def _solution(
         self, trajectory: Trajectory, finish: FinishReason, error: str | None
@@ -344,12 +468,30 @@ class Stepper:
 
     def _tell_candidates(self, trajectory: Trajectory, chosen: Candidate | None) -> None:
         for candidate in trajectory.candidates:
-            if candidate.generation is not None:
-                self._emit(trajectory.candidate_event(candidate, chosen=candidate is chosen))
+            if candidate.generation is not None and not candidate.told:
+                candidate.told = True
+                self._tell(trajectory.candidate_event(candidate, chosen=candidate is chosen))
 
     def _tell_step(self, trajectory: Trajectory, *, force: bool = False) -> None:
         """Emits the last step once both models hold it; at once (``force``) if they never will."""
         trajectory.note_base_cache()
         if trajectory.untold and (force or trajectory.all_ready):
+            event = trajectory.step_event()
             trajectory.untold = False
-            self._emit(trajectory.step_event())
+            self._tell(event)
+
+    def _untold_step(self, trajectory: Trajectory) -> TraceEvent | None:
+        """The last step's event, if the problem ends before both models hold it."""
+        if trajectory.untold:
+            with contextlib.suppress(Exception):  # an engine that cannot say what it holds
+                return trajectory.step_event()
+        return None
+
+    def _tell_end(
+        self, trajectory: Trajectory, step: TraceEvent | None, solution: Solution
+    ) -> None:
+        """A problem's last events: a step not told yet, an undecided step's candidates, the end."""
+        if step is not None:
+            self._tell(step)
+        self._tell_candidates(trajectory, None)
+        self._tell(ProblemEnded(solution))

@@ -36,6 +36,7 @@ class Candidate:
         generation: set when it ended.
         score: None unless it was offered to the scorer and scored.
         cache_slots, kv_bytes: of its cache when it ended.
+        told: its event was sent.
     """
 
     source: Source
@@ -46,6 +47,7 @@ class Candidate:
     score: float | None = None
     cache_slots: int = 0
     kv_bytes: int = 0
+    told: bool = False
 
     @property
     def ended(self) -> Generation:
@@ -108,13 +110,13 @@ class Side:
         All other candidates are freed. With neither the root stays what it was, and ``feed`` gives
         it the step.
         """
-        self.generated += sum(candidate.seen for candidate in self.candidates)
         heir = claimed if winner is None else winner.seq
         for candidate in self.candidates:
             if candidate is not winner:
                 self.release_candidate(candidate)
         if heir is not None:
             self.port.adopt(self.root, heir)
+        self.generated += sum(candidate.seen for candidate in self.candidates)
         self.candidates = []
         self.started = False
         self.holds_step = heir is not None
@@ -122,9 +124,9 @@ class Side:
     def feed(self, tokens: Sequence[int]) -> None:
         """Gives the root the step that was just closed, unless it holds it already."""
         if tokens and not self.holds_step:
+            self.port.extend(self.root, tokens)
             self.ready = False
             self.processed += len(tokens)
-            self.port.extend(self.root, tokens)
 
     def release(self) -> None:
         """Gives everything back, children first."""

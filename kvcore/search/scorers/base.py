@@ -11,17 +11,19 @@ from __future__ import annotations
 import math
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
+from kvcore.search.failures import shown, told
 from kvcore.search.ports import EnginePort, Ports
-from kvcore.search.prompt import Prompt
+from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt, default_unless
 from kvcore.search.results import Source
+from kvcore.search.workers import Workers
 
 if TYPE_CHECKING:
     from kvcore.engine import Engine
+    from kvcore.models import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,26 @@ Done = Callable[["list[Score] | ScorerError"], None]
 
 @dataclass(frozen=True)
 class ScorerContext:
-    """Where a search runs its scorer: the ports of its engines."""
+    """Where a search runs its scorer: the ports of its engines, and how its models are prompted.
+
+    Attributes:
+        system_prompt: what the search gives its models; None for none.
+        template_args: keywords of every chat template.
+    """
 
     ports: Ports
     base: EnginePort | None = None
     helper: EnginePort | None = None
+    system_prompt: str | None = DEFAULT_SYSTEM_PROMPT
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def system_prompt_for(self, own: str | None, tokenizer: Any) -> str | None:
+        """The system prompt of a scorer's model: its own, or the search's if that is the default.
+
+        ``default_unless`` decides about the default where there is no search.
+        """
+        chosen = self.system_prompt if own == DEFAULT_SYSTEM_PROMPT else own
+        return default_unless(chosen, [tokenizer]) if self.base is None else chosen
 
 
 class Backend:
@@ -178,6 +195,10 @@ class EngineScorer(ABC):
 
     name: str
 
+    def prompted_model(self) -> LoadedModel | None:
+        """The model whose prompt this scorer makes of questions; None if it makes none."""
+        return None
+
     @abstractmethod
     def open(self, context: ScorerContext) -> Backend:
         """Raises ValueError if the search lacks what the scorer needs."""
@@ -218,23 +239,23 @@ class EngineScorer(ABC):
 
 
 class ThreadBackend(Backend):
-    """Calls a user's ``score`` in worker threads."""
+    """Calls a user's ``score`` in worker threads, which nothing waits for when the search ends."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self.name = scorer_name(scorer)
-        workers = max(1, int(getattr(scorer, "max_concurrency", 1)))
-        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="kvcore-scorer")
-        self._finished: queue.SimpleQueue[tuple[int, Future[Sequence[float]]]] = queue.SimpleQueue()
-        self._waiting: dict[int, tuple[int, int, Done]] = {}  # ticket: problem, requests, done
+        limit = max(1, int(getattr(scorer, "max_concurrency", 1)))
+        self._workers = Workers(limit, "kvcore-scorer")
+        self._finished: queue.SimpleQueue[tuple[int, list[Score] | ScorerError]]
+        self._finished = queue.SimpleQueue()
+        self._waiting: dict[int, tuple[int, Done]] = {}  # ticket: problem, done
         self._tickets = 0
 
     def submit(self, problem: int, requests: Sequence[ScoreRequest], done: Done) -> None:
-        ticket = self._tickets
+        ticket, given = self._tickets, tuple(requests)
         self._tickets += 1
-        self._waiting[ticket] = (problem, len(requests), done)
-        future = self._executor.submit(self._scorer.score, tuple(requests))
-        future.add_done_callback(lambda f: self._finished.put((ticket, f)))
+        self._waiting[ticket] = (problem, done)
+        self._workers.run(lambda: self._finished.put((ticket, self._outcome(given))))
 
     @property
     def busy(self) -> bool:
@@ -248,11 +269,11 @@ class ThreadBackend(Backend):
                 item = self._finished.get(block=wait, timeout=timeout if wait else None)
             except queue.Empty:
                 break
-            ticket, future = item
+            ticket, outcome = item
             waiting = self._waiting.pop(ticket, None)
             if waiting is not None:
                 handed = True
-                waiting[2](self._outcome(future, waiting[1]))
+                waiting[1](outcome)
         return handed
 
     def end(self, problem: int) -> None:
@@ -261,30 +282,33 @@ class ThreadBackend(Backend):
     def close(self) -> None:
         # A call that runs cannot be stopped; it is not waited for.
         self._waiting.clear()
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
 
-    def _outcome(self, future: Future[Sequence[float]], count: int) -> list[Score] | ScorerError:
+    def _outcome(self, requests: tuple[ScoreRequest, ...]) -> list[Score] | ScorerError:
+        """Runs in a worker. Whatever is raised there, SystemExit included, is the outcome."""
         try:
-            values = future.result()
-        except (Exception, CancelledError) as error:
-            return ScorerError(self.name, f"{type(error).__name__}: {error}")
-        return checked_scores(self.name, values, count)
+            return checked_scores(self.name, self._scorer.score(requests), len(requests))
+        except BaseException as error:
+            return ScorerError(self.name, told(error))
 
 
 def checked_scores(name: str, values: Sequence[float], count: int) -> list[Score] | ScorerError:
-    """Scores of a user's return value, or the error that it is."""
+    """Scores of a user's return value, or the error that it is. Iterating it may raise."""
+    unordered = (str, bytes, bytearray, Mapping, Set)
     try:
-        values = list(values)
+        listed = None if isinstance(values, unordered) else list(values)
     except TypeError:
+        listed = None
+    if listed is None:
         return ScorerError(name, f"expected {count} numbers, got {type(values).__name__}")
-    if len(values) != count:
-        return ScorerError(name, f"expected {count} scores, got {len(values)}")
+    if len(listed) != count:
+        return ScorerError(name, f"expected {count} scores, got {len(listed)}")
     try:
-        numeric = [float(value) for value in values if not isinstance(value, str)]
-    except (TypeError, ValueError):
+        numeric = [float(value) for value in listed if not isinstance(value, (str, bytes))]
+    except Exception:  # whatever a user's class raises when it is asked for a number
         numeric = []
     if len(numeric) != count:
-        return ScorerError(name, f"expected numbers, got {values!r}")
+        return ScorerError(name, f"expected numbers, got {shown(listed)}")
     if any(math.isnan(value) for value in numeric):
         return ScorerError(name, f"returned NaN among its scores {numeric}")
     return [Score(value=value, rank=value) for value in numeric]
@@ -294,6 +318,11 @@ def scorer_name(scorer: object) -> str:
     """``scorer.name`` if it is a string, else the class name."""
     name = getattr(scorer, "name", None)
     return name if isinstance(name, str) and name else type(scorer).__name__
+
+
+def scorer_model(scorer: object) -> LoadedModel | None:
+    """The model that ``scorer`` gives questions to, if it is an engine scorer with such a one."""
+    return scorer.prompted_model() if isinstance(scorer, EngineScorer) else None
 
 
 def open_scorer(scorer: Scorer | EngineScorer, context: ScorerContext) -> Backend:

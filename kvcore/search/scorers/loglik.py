@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcore.engine.events import Output
+from kvcore.models.text_ids import encode_text
 from kvcore.search.ports import EnginePort
 from kvcore.search.prompt import (
     DEFAULT_SYSTEM_PROMPT,
     Prompt,
     Translator,
-    encode_text,
     prompt_ids,
     translator,
 )
 from kvcore.search.scorers.base import EngineScorer, Score, ScorerContext, ScoreRequest
 from kvcore.search.scorers.tree import TreeBackend
+from kvcore.search.templates import check_template
 
 if TYPE_CHECKING:
     from kvcore.engine import Engine
+    from kvcore.models import LoadedModel
 
 
 class LoglikScorer(EngineScorer):
@@ -34,7 +36,8 @@ class LoglikScorer(EngineScorer):
 
     Args:
         engine: any model with a full cache; None takes the helper of the search.
-        system_prompt: of ``engine``'s prompt; not used with the helper, which has its own.
+        system_prompt: of ``engine``'s prompt; the search's if it is the default. Not used with the
+            helper, which has its own.
     """
 
     name = "loglik"
@@ -44,8 +47,13 @@ class LoglikScorer(EngineScorer):
     ) -> None:
         if engine is not None and engine.model.has_head:
             raise ValueError(f"engine: expected a language model, got {engine.model.name!r}")
+        if engine is not None and engine.eviction.evicts:
+            raise ValueError(f"engine: expected a full cache, got {engine.eviction!r}")
         self.engine = engine
         self.system_prompt = system_prompt
+
+    def prompted_model(self) -> LoadedModel | None:
+        return None if self.engine is None else self.engine.model
 
     def open(self, context: ScorerContext) -> LoglikBackend:
         helper = context.helper
@@ -66,10 +74,13 @@ class LoglikBackend(TreeBackend):
         self, scorer: LoglikScorer, port: EnginePort, context: ScorerContext, *, on_helper: bool
     ) -> None:
         super().__init__(scorer.name, port)
-        self._scorer = scorer
         self._on_helper = on_helper
-        self._tokenizer = port.engine.model.tokenizer
         model = port.engine.model
+        self._tokenizer = model.tokenizer
+        self._system_prompt = context.system_prompt_for(scorer.system_prompt, self._tokenizer)
+        self._template_args = context.template_args
+        if not on_helper:
+            check_template("scorer", model, self._system_prompt, self._template_args)
         self._translators: dict[str, Translator] = {}
         for source, giver in (("base", context.base), ("helper", context.helper)):
             if giver is not None:
@@ -87,7 +98,7 @@ class LoglikBackend(TreeBackend):
             assert root is not None
             self.plant_on(problem, root)
             return
-        ids = prompt_ids(self._tokenizer, prompt, self._scorer.system_prompt)
+        ids = prompt_ids(self._tokenizer, prompt, self._system_prompt, self._template_args)
         for text in prefix:
             ids += encode_text(self._tokenizer, text)
         self.plant(problem, ids)

@@ -12,26 +12,23 @@ Source: Qwen/Qwen2.5-Math-PRM-7B model card; KV-Rescue, appendix C for ``newline
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from kvcore.config import require
 from kvcore.engine.events import Output
+from kvcore.models.text_ids import encode_text
 from kvcore.search.ports import EnginePort
-from kvcore.search.prompt import (
-    DEFAULT_SYSTEM_PROMPT,
-    Prompt,
-    encode_around,
-    encode_text,
-    render_chat,
-)
+from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt
 from kvcore.search.scorers.base import EngineScorer, Score, ScorerContext, ScoreRequest
 from kvcore.search.scorers.tree import TreeBackend
+from kvcore.search.templates import check_template, has_template, head_ids
 
 if TYPE_CHECKING:
     from kvcore.engine import Engine
+    from kvcore.models import LoadedModel
 
 SEPARATOR = "<extra_0>"
 Mode = Literal["extra0", "newline_last"]
@@ -45,23 +42,18 @@ def separator_id(tokenizer: Any) -> int:
     return int(found)
 
 
-def conversation_head(tokenizer: Any, question: str, system_prompt: str) -> list[int]:
+def conversation_head(
+    tokenizer: Any,
+    question: str,
+    system_prompt: str | None,
+    template_args: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Ids of everything before the first step: system message, question, start of the answer.
 
-    Names of special tokens in the question are ordinary text.
+    Names of special tokens in both texts are ordinary text. A tokenizer without a chat template
+    gets them as plain text, as a generator without one does.
     """
-    # Any text that no template contains: it marks where question and answer go.
-    marks = ("\ue000question\ue001", "\ue000answer\ue001")
-    messages = [
-        {"role": "user", "content": marks[0]},
-        {"role": "assistant", "content": marks[1]},
-    ]
-    if system_prompt:
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    text = render_chat(tokenizer, messages, generation_prompt=False)
-    head, _, rest = text.partition(marks[0])
-    tail, _, _ = rest.partition(marks[1])
-    return encode_around(tokenizer, head, question, tail)
+    return head_ids(tokenizer, question, system_prompt, template_args, answer=True)
 
 
 def step_ids(tokenizer: Any, text: str, separator: int | None) -> list[int]:
@@ -86,7 +78,8 @@ class PrmScorer(EngineScorer):
         mode: "extra0" as the model card says; "newline_last" joins steps by "\\n\\n" and reads at
             the last token, as KV-Rescue's appendix C has it (an ablation: the labels were trained
             elsewhere).
-        system_prompt: of the scorer's conversation; the model was trained with the default.
+        system_prompt: of the scorer's conversation; the model was trained with the default. Without
+            a chat template the search's is used instead of the default.
     Raises:
         ValueError: the engine's model has no token head of two labels, or no ``<extra_0>``.
     """
@@ -112,8 +105,11 @@ class PrmScorer(EngineScorer):
         self.separator = separator_id(engine.model.tokenizer) if mode == "extra0" else None
         self.system_prompt = system_prompt
 
+    def prompted_model(self) -> LoadedModel:
+        return self.engine.model
+
     def open(self, context: ScorerContext) -> PrmBackend:
-        return PrmBackend(self, context.ports.get(self.engine))
+        return PrmBackend(self, context.ports.get(self.engine), context)
 
 
 class PrmBackend(TreeBackend):
@@ -122,15 +118,30 @@ class PrmBackend(TreeBackend):
     output = Output.HEAD
     reserve = 1  # the separator
 
-    def __init__(self, scorer: PrmScorer, port: EnginePort) -> None:
+    def __init__(self, scorer: PrmScorer, port: EnginePort, context: ScorerContext) -> None:
         super().__init__(scorer.name, port)
         self._scorer = scorer
         self._tokenizer = scorer.engine.model.tokenizer
+        self._template_args = context.template_args
+        self._system_prompt: str | None = scorer.system_prompt
+        if not has_template(self._tokenizer):
+            own = scorer.system_prompt
+            self._system_prompt = context.system_prompt_for(own, self._tokenizer)
+        check_template(
+            "scorer",
+            scorer.engine.model,
+            self._system_prompt,
+            self._template_args,
+            answer=True,
+            remedy='system_prompt="" of the scorer, --system-prompt does not concern it',
+        )
 
     def begin(
         self, problem: int, prompt: Prompt, prefix: Sequence[str] = (), root: int | None = None
     ) -> None:
-        ids = conversation_head(self._tokenizer, prompt.question, self._scorer.system_prompt)
+        ids = conversation_head(
+            self._tokenizer, prompt.question, self._system_prompt, self._template_args
+        )
         for text in prefix:
             ids += step_ids(self._tokenizer, text, self._scorer.separator)
         self.plant(problem, ids)

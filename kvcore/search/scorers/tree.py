@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcore.engine.events import Output, StepEvent
+from kvcore.search.failures import told
 from kvcore.search.ports import EnginePort, Handler
 from kvcore.search.scorers.base import OVERFLOW, Backend, Done, Score, ScoreRequest, ScorerError
 
@@ -148,6 +149,14 @@ class TreeBackend(Backend, ABC):
         current = tree.round
         assert current is not None
         current.started = True
+        try:
+            self._feed_candidates(problem, tree, current)
+        except Exception as error:  # of these candidates: a text, an id that the model lacks
+            self._fail(tree, told(error))
+            return
+        self._finish_if_complete(tree)
+
+    def _feed_candidates(self, problem: int, tree: Tree, current: Round) -> None:
         limit = self._port.engine.context_len
         for i, request in enumerate(current.requests):
             current.scores[i] = self.known(request)
@@ -166,7 +175,6 @@ class TreeBackend(Backend, ABC):
                 current.children[i] = child
                 tree.processed += len(ids)
                 self._port.extend(child, ids, self.output)
-        self._finish_if_complete(tree)
 
     def _root_handler(self, problem: int) -> Handler:
         def handle(event: StepEvent) -> None:
@@ -190,7 +198,11 @@ class TreeBackend(Backend, ABC):
             if event.error is not None:
                 self._fail(tree, event.error)
             elif event.extended and event.values is not None:
-                current.scores[index] = self.read(event.values)
+                try:
+                    current.scores[index] = self.read(event.values)
+                except Exception as error:
+                    self._fail(tree, told(error))
+                    return
                 self._finish_if_complete(tree)
 
         return handle

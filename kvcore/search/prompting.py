@@ -1,0 +1,73 @@
+"""How a search's questions become prompts, settled before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcore.config import check_template_args
+from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, default_unless
+from kvcore.search.templates import check_template, has_template, reads_argument
+
+
+@dataclass(frozen=True)
+class Prompting:
+    """What all models of a search are given besides the question.
+
+    Attributes:
+        system_prompt: None for none.
+        template_args: keywords of every chat template.
+        warnings: where a model is given something else than was asked for, or than the others.
+    """
+
+    system_prompt: str | None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        models: Mapping[str, Any],
+        scorer: Any,
+        system_prompt: str | None,
+        template_args: Mapping[str, Any],
+        *,
+        uses_template: bool,
+    ) -> Prompting:
+        """Settles it for a search.
+
+        Args:
+            models: LoadedModels that write, by role.
+            scorer: the LoadedModel that the scorer prompts with questions, or None.
+            uses_template: some problem brings no prompt text of its own.
+        Raises:
+            ValueError: a chat template cannot be rendered, or not with a system message; a name in
+                ``template_args`` that is not the user's to give.
+        """
+        check_template_args(template_args)
+        tokenizers = {role: model.tokenizer for role, model in models.items()}
+        system = default_unless(system_prompt, tokenizers.values())
+        warnings = []
+        readers = list(tokenizers.values())
+        if scorer is not None:
+            readers.append(scorer.tokenizer)
+        for name in template_args:
+            if not any(reads_argument(tokenizer, name) for tokenizer in readers):
+                warnings.append(f"template_args: no chat template reads {name!r}")
+        if not uses_template:
+            return cls(system, dict(template_args), tuple(warnings))
+
+        shown = {r: check_template(r, m, system, template_args) for r, m in models.items()}
+        for role in shown:
+            asked = system_prompt != DEFAULT_SYSTEM_PROMPT or len(set(shown.values())) > 1
+            if not shown[role] and asked:
+                warnings.append(
+                    f"{role} {models[role].name!r}: its chat template leaves the system prompt out"
+                )
+        plain = [role for role in models if not has_template(tokenizers[role])]
+        names = " and ".join(f"{role} {models[role].name!r}" for role in plain)
+        if plain and (system or len(plain) < len(models)):
+            what = "the system prompt and the question" if system else "the question"
+            warnings.append(f"no chat template: {names} given {what} as plain text")
+        return cls(system, dict(template_args), tuple(warnings))
