@@ -86,9 +86,12 @@ TEST_P(Parallel, ThreadIdsStayBelowTheLimitWhileTheNumberChanges) {
 }
 
 TEST_P(Parallel, NestedCallKeepsToItsOwnLimit) {
-  std::atomic<bool> in_range{true};
+  std::atomic<bool> in_range{true}, another{GetParam() == 1};
   std::atomic<int64_t> items{0};
-  ParallelFor(16, 1, [&](int64_t, int64_t, int) {
+  ParallelFor(16, 1, [&](int64_t, int64_t, int outer) {
+    if (outer > 0) another = true;
+    // The first thread leaves work to another, whose id the nested calls have no room for.
+    while (!another) std::this_thread::yield();
     ParallelFor(5, 1, 1, [&](int64_t, int64_t, int id) {
       if (id != 0) in_range = false;
       ++items;
