@@ -42,6 +42,7 @@ def test_p22_a_lone_surrogate_is_one_questions_error(base: Path, tmp_path: Path)
         command(base, "--questions", file, "--json", out, "--trace", trace),
         capture_output=True,
         text=True,
+        check=False,
     )
     assert done.returncode == 1, done.stderr
     assert "1 of 3 questions failed; question 2: --question: expected text that" in done.stderr
@@ -59,7 +60,10 @@ def test_bytes_of_the_command_line_that_are_no_text_are_one_questions_error(
     out = tmp_path / "out.json"
     args = command(base, "--question", "1?", "--json", out)
     done = subprocess.run(
-        [*map(os.fsencode, args), b"--question", b"a\xff?"], capture_output=True, text=True
+        [*map(os.fsencode, args), b"--question", b"a\xff?"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1, done.stderr
     first, second = json.loads(out.read_text())["solutions"]
@@ -72,6 +76,7 @@ def test_standard_output_may_lack_characters(base: Path, tmp_path: Path, encodin
     done = subprocess.run(
         command(base, "--question", "\u4e16\u754c?", "--question", "b?", "--json", out),
         capture_output=True,
+        check=False,
         env={**os.environ, "PYTHONIOENCODING": encoding},
     )
     assert done.returncode == 0, done.stderr
@@ -84,7 +89,7 @@ def test_standard_output_may_be_closed_by_its_reader(base: Path, tmp_path: Path)
     args = command(base, "--question", "1?", "--question", "2?", "--json", out, "--trace", trace)
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(args, stdout=writer, stderr=subprocess.PIPE)
+    done = subprocess.run(args, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
     assert all(s["steps"] for s in json.loads(out.read_text())["solutions"])
@@ -96,7 +101,7 @@ def test_a_full_disk_under_standard_output_is_said_at_the_end(base: Path, tmp_pa
     out = tmp_path / "out.json"
     with open(FULL, "wb") as full:
         args = command(base, "--question", "1?", "--json", out)
-        done = subprocess.run(args, stdout=full, stderr=subprocess.PIPE)
+        done = subprocess.run(args, stdout=full, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 1
     assert b"standard output: OSError: [Errno 28] No space left" in done.stderr
     assert json.loads(out.read_text())["steps"]
