@@ -1,13 +1,17 @@
 // Decode attention of one sequence and one layer: 4 kv heads, 28 query heads, head_dim 128, bf16,
 // one thread. Warm: the same lanes again and again. Cold: lanes in turn from a pool larger than the
 // caches. ReadBound reads the same blocks and does nothing else. Prefill: a prompt of 512 tokens at
-// once, bf16 and fp32 arithmetic.
+// once, bf16 and fp32 arithmetic. Long: one sequence of 16,384 slots, 7 query heads a kv head, in
+// wall time by number of kv heads and threads.
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "base/parallel.h"
 #include "bench_cache.h"
@@ -18,16 +22,16 @@
 namespace kvcore {
 namespace {
 
-constexpr int64_t kKvHeads = 4, kQueryHeads = 28, kHeadDim = 128;
+constexpr int64_t kKvHeads = 4, kGroup = 7, kQueryHeads = kGroup * kKvHeads, kHeadDim = 128;
 constexpr int64_t kColdBytes = 640ll << 20;
 
 // A call that brings the `tokens` newest tokens of one row; the row can be exchanged.
 class Call {
  public:
-  explicit Call(int64_t tokens)
-      : query_(DType::kBF16, {tokens, kQueryHeads, kHeadDim}),
+  explicit Call(int64_t tokens, int64_t kv_heads = kKvHeads)
+      : query_(DType::kBF16, {tokens, kGroup * kv_heads, kHeadDim}),
         out_(query_),
-        scratch_(DType::kU8, {1 << 20}) {
+        scratch_(DType::kU8, {4 << 20}) {
     cu_[0] = 0;
     cu_[1] = static_cast<int32_t>(tokens);
     std::mt19937_64 rng(1);
@@ -97,6 +101,8 @@ void ReadBlocks(const BenchCache& cache, int64_t row) {
   benchmark::DoNotOptimize(sum);
 }
 
+const Isa kFastest = ActiveIsa();
+
 enum Mode { kWarm, kCold };
 
 void Bench(benchmark::State& state, int64_t slots, Mode mode, Isa isa, bool read_only) {
@@ -139,7 +145,39 @@ void Prefill(benchmark::State& state, int64_t tokens, Isa isa) {
   state.counters.erase("GB/s");
 }
 
+void Long(benchmark::State& state, int64_t kv_heads, int threads) {
+  constexpr int64_t kSlots = 16'384;
+  SetNumThreads(threads);
+  SetIsa(kFastest);
+  if (!MatchesOracle(1, 3000)) {
+    state.SkipWithError("result differs from the oracle");
+    return;
+  }
+  const BenchCache cache(1, 1, kv_heads, kHeadDim, kSlots);
+  Call call(1, kv_heads);
+  for (int i = 0; i < 20; ++i) call.Run(cache.view(), 0);
+  std::vector<double> seconds;
+  for (auto _ : state) {
+    const auto start = std::chrono::steady_clock::now();
+    call.Run(cache.view(), 0);
+    seconds.push_back(
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    state.SetIterationTime(seconds.back());
+  }
+  std::sort(seconds.begin(), seconds.end());
+  state.counters["p10_us"] = seconds[seconds.size() / 10] * 1e6;
+  state.counters["median_us"] = seconds[seconds.size() / 2] * 1e6;
+}
+
 void Register() {
+  for (const int64_t kv_heads : {1, 2, 4})
+    for (const int threads : {1, 2})
+      benchmark::RegisterBenchmark(
+          ("Long/kv_heads:" + std::to_string(kv_heads) + "/threads:" + std::to_string(threads))
+              .c_str(),
+          [=](benchmark::State& s) { Long(s, kv_heads, threads); })
+          ->UseManualTime()
+          ->Unit(benchmark::kMicrosecond);
   for (Isa isa : {Isa::kBase, Isa::kV3, Isa::kV4, Isa::kV4Bf16})
     if (IsaSupported(isa))
       benchmark::RegisterBenchmark((std::string("Prefill/isa:") + IsaName(isa)).c_str(),

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <numeric>
 #include <string>
@@ -365,7 +366,15 @@ TEST(AttendErrors, NameTheArgumentAndChangeNothing) {
   EXPECT_TRUE(starts(error([&](auto&, auto& p) { p.lse.shape[0] = 2; }), "lse: "));
   EXPECT_TRUE(starts(error([](auto&, auto& p) { p.layer = 1; }), "layer: "));
   EXPECT_TRUE(starts(error([](auto&, auto& p) { p.layer = -1; }), "layer: "));
-  EXPECT_TRUE(starts(error([](auto&, auto& p) { p.scratch.shape[0] -= 1; }), "scratch: "));
+  EXPECT_TRUE(starts(
+      error([](auto& c, auto& p) { p.scratch.shape[0] = AttendScratchBytes(c.view(), 1) - 1; }),
+      "scratch: "));
+  EXPECT_TRUE(starts(error([](auto&, auto& p) { p.scale = std::nanf(""); }), "scale: "));
+  for (int dim : {0, 1}) {  // expanded, and rows that overlap by a number
+    EXPECT_TRUE(starts(error([&](auto&, auto& p) { p.out.stride[dim] = 0; }), "out: "));
+    EXPECT_TRUE(starts(error([&](auto&, auto& p) { p.out.stride[dim] = 23; }), "out: "));
+    EXPECT_TRUE(starts(error([&](auto&, auto& p) { p.lse.stride[dim] = 0; }), "lse: "));
+  }
   EXPECT_TRUE(starts(error([](auto&, auto& p) { p.batch.rows.template ptr<int32_t>()[1] = 2; }),
                      "rows[1]: "));
   EXPECT_TRUE(starts(error([](auto&, auto& p) { p.batch.rows.template ptr<int32_t>()[1] = 0; }),
@@ -413,6 +422,15 @@ TEST(AttendExp, RelativeErrorIsBelow2e7AtEveryIsaLevel) {
     EXPECT_EQ(special[3], 0.0f);
     EXPECT_EQ(special[4], 0.0f);
     EXPECT_TRUE(std::isnan(special[5]));
+    // Every bit of the payload alone, and all ones from each on, of either sign.
+    for (int bit = 0; bit < 22; ++bit)
+      for (const uint32_t payload : {1u << bit, 0x3fffffu >> bit})
+        for (const uint32_t sign : {0u, 0x80000000u}) {
+          const uint32_t word = sign | 0x7fc00000u | payload;
+          for (float& x : special) std::memcpy(&x, &word, 4);
+          KV_ISA_TABLE(kAttendKernels).exp(special, special, 16);
+          for (const float x : special) EXPECT_TRUE(std::isnan(x)) << std::hex << word;
+        }
   }
 }
 

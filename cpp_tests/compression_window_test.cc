@@ -176,7 +176,7 @@ TEST(CompressionWindow, SkippingFiresWhereTestingEveryTokenFires) {
   std::mt19937_64 rng(21);
   int num_fired = 0;
   for (uint64_t i = 0; i < 400; ++i) {
-    const int window = i % 4 ? 800 : 100 + int(rng() % 1500);
+    const int window = i % 4 ? 800 : 100 + int(rng() % 700);
     const double threshold = i % 3 ? 0.18 : 0.05 + double(rng() % 30) / 100;
     const int64_t token_bytes = 1 + int64_t(rng() % 9);
     const std::string text = MakeText(Kind(i), 2400, 5000 + i);
@@ -189,6 +189,62 @@ TEST(CompressionWindow, SkippingFiresWhereTestingEveryTokenFires) {
   }
   EXPECT_GT(num_fired, 100);  // both outcomes are exercised
   EXPECT_LT(num_fired, 300);
+}
+
+// The bound behind skipping was found for windows of at most 800 bytes. Larger ones get every text
+// that fires at the last moment a bound would have allowed, and such as a hill climb makes.
+TEST(CompressionWindow, LargeWindowsFireWhereTestingEveryTokenFires) {
+  GzipSizer sizer;
+  for (const int window : {801, 1024, 4096, 32768}) {
+    const uint64_t texts = window > 4096 ? 2 : 12;
+    int num_fired = 0;
+    for (uint64_t i = 0; i < texts; ++i) {
+      const TextKind kind = i % 2 ? Kind(i) : TextKind::kLateLoop;
+      // Noise scrolls out of a loop in the last part.
+      const std::string text = MakeText(kind, window, 9000 + i) + std::string(size_t(window), 'a');
+      const Outcome exact = RunWindow(text, window, 0.18, true, 1 + window / 512, i, &sizer);
+      const Outcome skip = RunWindow(text, window, 0.18, false, 1 + window / 512, i, &sizer);
+      ASSERT_EQ(exact.fired_at_bytes, skip.fired_at_bytes) << "text " << i << " window " << window;
+      EXPECT_EQ(exact.num_tests, skip.num_tests) << "every token is tested";
+      EXPECT_EQ(exact.min_ratio, skip.min_ratio);
+      num_fired += exact.fired_at_bytes >= 0;
+    }
+    EXPECT_GT(num_fired, 0);
+  }
+}
+
+// The threshold lies between the sizes before and after a fall that a hill climb has made steep:
+// whoever skips the one byte that brings it fires late.
+TEST(CompressionWindow, SteepFallsAreSeenInWindowsOfEverySize) {
+  GzipSizer sizer;
+  for (const size_t window : {100, 800, 801, 1024, 4096})
+    for (const size_t k : {1, 16, 40}) {
+      std::mt19937_64 rng(window + k);
+      std::string text;
+      while (text.size() < k) text += static_cast<char>(rng() % 256);
+      while (text.size() < window + k) text += static_cast<char>('a' + text.size() % 3);
+      const auto fall = [&](const std::string& s) {
+        return sizer.Size(std::string_view(s).substr(0, window)) -
+               sizer.Size(std::string_view(s).substr(k, window));
+      };
+      int64_t best = fall(text);
+      for (int step = 0; step < 400; ++step) {
+        std::string changed = text;
+        changed[rng() % changed.size()] =
+            step % 2 ? static_cast<char>(rng() % 256) : changed[rng() % k];
+        const int64_t now = fall(changed);
+        if (now < best) continue;
+        best = now;
+        text = changed;
+      }
+      const double after = double(sizer.Size(std::string_view(text).substr(k, window)));
+      const double threshold = (after + 0.5) / double(window);
+      if (threshold >= 1) continue;
+      const Outcome exact = RunWindow(text, int(window), threshold, true, 1, 1, &sizer);
+      const Outcome skip = RunWindow(text, int(window), threshold, false, 1, 1, &sizer);
+      EXPECT_GE(exact.fired_at_bytes, 0);
+      EXPECT_EQ(exact.fired_at_bytes, skip.fired_at_bytes) << window << " k " << k;
+    }
 }
 
 TEST(CompressionWindow, OrdinaryTextIsRarelyCompressed) {

@@ -56,6 +56,48 @@ TEST_P(Parallel, ThreadIdsAreExclusive) {
   EXPECT_FALSE(shared);
 }
 
+// A caller that has checked its scratch for some number of threads gets no more, whatever others
+// set.
+TEST_P(Parallel, ThreadIdsStayBelowTheLimitWhileTheNumberChanges) {
+  std::atomic<bool> stop{false}, in_range{true}, shared{false};
+  std::thread other([&] {
+    for (int n = 1; !stop; n = n % 7 + 1) SetNumThreads(n);
+  });
+  for (int round = 0; round < 60; ++round) {
+    const int limit = 1 + round % 4;
+    std::vector<std::atomic<int>> busy(static_cast<size_t>(limit));
+    std::atomic<int64_t> sum{0};
+    ParallelFor(64, 1, limit, [&](int64_t begin, int64_t, int id) {
+      sum += begin;
+      if (id < 0 || id >= limit) {
+        in_range = false;
+        return;
+      }
+      if (busy[static_cast<size_t>(id)].fetch_add(1) != 0) shared = true;
+      std::this_thread::yield();
+      busy[static_cast<size_t>(id)].fetch_sub(1);
+    });
+    ASSERT_EQ(sum, 2016);
+  }
+  stop = true;
+  other.join();
+  EXPECT_TRUE(in_range);
+  EXPECT_FALSE(shared);
+}
+
+TEST_P(Parallel, NestedCallKeepsToItsOwnLimit) {
+  std::atomic<bool> in_range{true};
+  std::atomic<int64_t> items{0};
+  ParallelFor(16, 1, [&](int64_t, int64_t, int) {
+    ParallelFor(5, 1, 1, [&](int64_t, int64_t, int id) {
+      if (id != 0) in_range = false;
+      ++items;
+    });
+  });
+  EXPECT_TRUE(in_range);
+  EXPECT_EQ(items, 80);
+}
+
 TEST_P(Parallel, ExceptionIsRethrownAndTheNextCallWorks) {
   for (int round = 0; round < 20; ++round) {
     EXPECT_THROW(ParallelFor(100, 1,
@@ -163,6 +205,10 @@ TEST(NumThreadsDeathTest, EnvironmentSetsTheDefault) {
   } catch (const Error&) {
     sum += 1;
   }
+  // A team of at most the limit, whatever the process allows.
+  ParallelFor(64, 1, 2, [&](int64_t, int64_t, int id) {
+    if (id > 1) sum += 1'000'000;
+  });
   std::fprintf(stderr, "%s then %s, sum %d\n", before.c_str(), ParallelBackend(),
                static_cast<int>(sum.load()));
   std::_Exit(0);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <random>
 #include <string>
 
@@ -23,6 +24,7 @@ struct Settings {
   int64_t protect = 8, kernel = 7;
   float mix = 0.1f, threshold = 0.5f;
   bool pool_first = false;
+  std::optional<float> scale = {};
 };
 
 std::vector<int64_t> SlotsByPosition(const LaneFixture& cache, int64_t row, int64_t layer,
@@ -44,6 +46,7 @@ RkvOracleInput OracleInput(const LaneFixture& cache, int64_t row, int64_t layer,
   in.mix = set.mix;
   in.threshold = set.threshold;
   in.pool_first = set.pool_first;
+  if (set.scale) in.scale = *set.scale;
   for (int64_t slot : SlotsByPosition(cache, row, layer, head)) {
     in.keys.emplace_back();
     for (int64_t d = 0; d < s.head_dim; ++d)
@@ -79,6 +82,7 @@ OwnedTensor Score(const LaneFixture& cache, const OwnedTensor& rows, const Setti
   p.mix = set.mix;
   p.threshold = set.threshold;
   p.pool_first = set.pool_first;
+  p.scale = set.scale;
   ScoreRkvCpu(cache.view(), p, 0);
   for (int i = 0; i < 64; ++i) EXPECT_EQ(scratch[static_cast<size_t>(bytes) + i], 0xcd);
   return score;
@@ -205,7 +209,9 @@ TEST_P(ScoreRkvTest, EqualsTheOracleForEverySetting) {
         Settings{.kernel = 31}, Settings{.kernel = 1001}, Settings{.pool_first = true},
         Settings{.kernel = 31, .mix = 1.0f, .pool_first = true}, Settings{.mix = 1.0f},
         Settings{.mix = 0.5f}, Settings{.threshold = 0.05f}, Settings{.threshold = 0.9f},
-        Settings{.threshold = 2.0f}, Settings{.threshold = -0.25f}}) {
+        Settings{.threshold = 2.0f}, Settings{.threshold = -0.25f},
+        Settings{.mix = 1.0f, .scale = 0.02f}, Settings{.mix = 0.9f, .scale = 0.75f},
+        Settings{.mix = 1.0f, .pool_first = true, .scale = 2.5f}}) {
     SCOPED_TRACE("protect " + std::to_string(set.protect) + " kernel " +
                  std::to_string(set.kernel) + " threshold " + std::to_string(set.threshold));
     ExpectOracle(cache, set);
@@ -276,6 +282,8 @@ TEST(ScoreRkvErrors, NameTheArgument) {
   EXPECT_EQ(error(cache, rows, {.mix = 1.5f}, 40), "mix: exp");
   EXPECT_EQ(error(cache, rows, {.mix = std::nanf("")}, 40), "mix: exp");
   EXPECT_EQ(error(cache, rows, {.threshold = std::nanf("")}, 40), "threshol");
+  for (const float scale : {0.0f, -1.0f, std::nanf(""), std::numeric_limits<float>::infinity()})
+    EXPECT_EQ(error(cache, rows, {.scale = scale}, 40), "scale: e");
   EXPECT_EQ(error(cache, OwnedTensor::I32({1}), {}, 40), "rows[0]:");
   EXPECT_EQ(error(cache, rows, {}, 39), "score: e");
   s.window = 0;

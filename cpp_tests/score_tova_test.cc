@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,22 +29,26 @@ LaneShape Shape(int64_t window, DType dtype = DType::kF32) {
   return s;
 }
 
-OwnedTensor Score(const LaneFixture& cache, const OwnedTensor& rows, int64_t protect) {
+OwnedTensor Score(const LaneFixture& cache, const OwnedTensor& rows, int64_t protect,
+                  std::optional<float> scale = {}) {
   OwnedTensor score(DType::kF32, {rows.numel(), 2, 2, kSlots});
   score.Fill(std::nan(""));
   ScoreTovaParams p;
   p.rows = rows.view();
   p.score = score.view();
   p.protect = protect;
+  p.scale = scale;
   ScoreTovaCpu(cache.view(), p, 0);
   return score;
 }
 
 // By position: what the query heads of a layer attend to, divided by their number.
-std::vector<double> Expected(const LaneFixture& cache, int64_t row, int64_t layer) {
+std::vector<double> Expected(const LaneFixture& cache, int64_t row, int64_t layer,
+                             std::optional<float> given) {
   const LaneShape& s = cache.shape();
   const int64_t total = static_cast<int64_t>(cache.seq_len.Get({row}));
   std::vector<double> received(static_cast<size_t>(total));
+  const double scale = given ? *given : 1 / std::sqrt(static_cast<double>(s.head_dim));
   for (int64_t q_head = 0; q_head < s.q_heads; ++q_head) {
     const int64_t head = q_head / (s.q_heads / s.kv_heads), len = cache.Len(row, layer, head);
     std::vector<double> weight;
@@ -53,7 +58,7 @@ std::vector<double> Expected(const LaneFixture& cache, int64_t row, int64_t laye
       for (int64_t d = 0; d < s.head_dim; ++d)
         dot += cache.query_ring.Get({row, layer, q_head, (total - 1) % s.window, d}) *
                cache.Key(row, layer, head, slot, d);
-      weight.push_back(std::exp(dot / std::sqrt(static_cast<double>(s.head_dim))));
+      weight.push_back(std::exp(scale * dot));
       sum += weight.back();
     }
     for (int64_t slot = 0; slot < len; ++slot)
@@ -65,15 +70,16 @@ std::vector<double> Expected(const LaneFixture& cache, int64_t row, int64_t laye
 
 TEST(ScoreTova, EqualsItsDefinition) {
   for (DType dtype : {DType::kF32, DType::kBF16, DType::kF16})
-    for (int64_t window : {1, 3, 8})
+    for (const auto& [window, scale] :
+         {std::pair{int64_t{1}, std::optional<float>()}, {3, 0.03f}, {8, 0.9f}})
       for (int64_t protect : {0, 1, 8, 200}) {
         const LaneFixture cache(Shape(window, dtype), {0, 1, 16, 17, 90, 8, 9, 33}, 5);
-        const OwnedTensor score = Score(cache, OwnedTensor::I32({1, 0}), protect);
+        const OwnedTensor score = Score(cache, OwnedTensor::I32({1, 0}), protect, scale);
         for (int64_t i = 0; i < 2; ++i)
           for (int64_t layer = 0; layer < 2; ++layer)
             for (int64_t head = 0; head < 2; ++head) {
               const int64_t row = 1 - i, len = cache.Len(row, layer, head);
-              const std::vector<double> expected = Expected(cache, row, layer);
+              const std::vector<double> expected = Expected(cache, row, layer, scale);
               for (int64_t slot = 0; slot < kSlots; ++slot) {
                 const double got = score.Get({i, layer, head, slot});
                 if (slot >= len) {
@@ -154,6 +160,8 @@ TEST(ScoreTova, RefusesBadArgumentsByName) {
   EXPECT_EQ(error(cache, 0, 8), "none");
   EXPECT_EQ(error(cache, 0, -1), "protect:");
   EXPECT_EQ(error(cache, 2, 8), "rows[0]:");
+  for (const float scale : {0.0f, -1.0f, std::nanf(""), std::numeric_limits<float>::infinity()})
+    EXPECT_THROW(Score(cache, OwnedTensor::I32({0}), 8, scale), Error);
   EXPECT_EQ(error(cache, 1, 8), "score: e");  // 101 slots into 100
   EXPECT_EQ(error(LaneFixture(Shape(0), {1, 1, 1, 1, 1, 1, 1, 1}, 9), 0, 8), "query_ri");
   LaneFixture torn = cache;

@@ -1,14 +1,17 @@
-// Random use of a store, compared with the model. KVCORE_FUZZ_OPS overrides the number of
-// operations of the first test.
+// Random use of a store, compared with the model: legal changes, ones that are refused, and ones in
+// which an operation or an allocation throws. Whatever came before, nobody sees another's write,
+// and what did not happen has changed nothing. KVCORE_FUZZ_OPS overrides the number of operations
+// of all runs together.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstdlib>
-#include <random>
+#include <iterator>
 #include <set>
 
 #include "base/parallel.h"
 #include "support/store_model.h"
+#include "support/store_random.h"
 
 namespace kvcore {
 namespace {
@@ -18,26 +21,25 @@ int64_t NumOps() {
   return text != nullptr ? std::atoll(text) : 1'000'000;
 }
 
-class Random {
- public:
-  explicit Random(uint64_t seed) : bits_(seed) {}
-  int64_t Below(int64_t n) { return static_cast<int64_t>(bits_() % static_cast<uint64_t>(n)); }
-  bool Chance(int percent) { return Below(100) < percent; }
-  // Up to `n` different ids of `from`.
-  std::vector<SeqId> Pick(std::vector<SeqId> from, int64_t n) {
-    std::shuffle(from.begin(), from.end(), bits_);
-    from.resize(std::min<size_t>(from.size(), n));
-    return from;
-  }
-
- private:
-  std::mt19937_64 bits_;
+struct Kind {
+  const char* name;
+  bool replaces;
+  int64_t stats_channels;
 };
 
-class StoreFuzz : public ::testing::Test {
+constexpr Kind kKinds[] = {{"Plain", false, 0}, {"Replacing", true, 0}, {"Accumulating", true, 3}};
+constexpr int64_t kNumKinds = std::size(kKinds);
+
+class StoreFuzz : public ::testing::TestWithParam<Kind> {
  protected:
   static StoreShape Shape() {
-    return {.rows = 10, .head_dim = 8, .max_blocks = 5, .blocks = 56, .window = 4};
+    return {.rows = 10,
+            .head_dim = 8,
+            .max_blocks = 5,
+            .blocks = 56,
+            .window = 4,
+            .replaces = GetParam().replaces,
+            .stats_channels = GetParam().stats_channels};
   }
   StoreFuzz() : m(Shape()), random(20240817) { SetNumThreads(1); }
 
@@ -48,25 +50,75 @@ class StoreFuzz : public ::testing::Test {
   }
 
   // Runs `change`, which must take exactly `blocks` from the pool, or throw OutOfBlocks and leave
-  // every byte alone when it has fewer.
+  // every byte alone when it has fewer. When something else in it throws, it has changed nothing.
   template <typename Change>
   bool Take(int64_t blocks, bool enough_rows, Change change) {
     const int64_t free = m.store.FreeBlocks(), free_rows = m.store.FreeRows();
-    if (blocks <= free && enough_rows) {
+    const bool fits = blocks <= free && enough_rows;
+    const std::vector<uint8_t> before = fits ? std::vector<uint8_t>() : m.tensors.Snapshot();
+    bool done = false;
+    try {
       change();
-      EXPECT_EQ(m.store.FreeBlocks(), free - blocks);
-      return true;
+      done = true;
+      EXPECT_TRUE(fits);
+    } catch (const OutOfBlocks&) {
+      EXPECT_FALSE(fits);
+      ++num_refused;
+    } catch (const InjectedThrow&) {
+      ++num_thrown;
     }
+    EXPECT_TRUE(fits || m.tensors.Snapshot() == before);
+    EXPECT_EQ(m.store.FreeBlocks(), free - (done ? blocks : 0));
+    EXPECT_TRUE(done || m.store.FreeRows() == free_rows);
+    return done;
+  }
+
+  // `change` is refused and leaves every byte alone.
+  template <typename Change>
+  void ExpectRefused(Change change) {
     const std::vector<uint8_t> before = m.tensors.Snapshot();
-    EXPECT_THROW(change(), OutOfBlocks);
+    try {
+      change();
+      ADD_FAILURE() << "nothing thrown";
+    } catch (const Error&) {
+      ++num_invalid;
+    } catch (const InjectedThrow&) {
+      ++num_thrown;
+    }
     EXPECT_TRUE(m.tensors.Snapshot() == before);
-    EXPECT_EQ(m.store.FreeBlocks(), free);
-    EXPECT_EQ(m.store.FreeRows(), free_rows);
-    ++num_refused;
+  }
+
+  // Elects slots for some lanes: mostly some that are there, sometimes past the end or absurd.
+  void Elect(SeqId seq) {
+    const auto& lanes = m.sequences().at(seq).lanes;
+    const int percent = random.Chance(50) ? 100 : 40;
+    for (size_t lane = 0; lane < lanes.size(); ++lane) {
+      const auto len = static_cast<int32_t>(lanes[lane].size());
+      if (!random.Chance(percent)) continue;
+      const int32_t absurd[] = {len, len + 1, 1 << 20, 0x7fffffff, -7};
+      const bool sane = len > 0 && random.Chance(97);
+      m.Elect(seq, static_cast<int64_t>(lane),
+              static_cast<int32_t>(sane ? random.Below(len) : absurd[random.Below(5)]));
+    }
+  }
+
+  // The next single token of the sequence would overwrite a slot that is not there.
+  bool HasStaleSlot(SeqId seq) const {
+    const auto& s = m.sequences().at(seq);
+    for (size_t lane = 0; lane < s.replace.size(); ++lane) {
+      if (s.replace[lane] >= static_cast<int64_t>(s.lanes[lane].size())) return true;
+    }
     return false;
   }
 
   bool Append(const std::vector<SeqId>& seqs, const std::vector<int64_t>& counts) {
+    for (size_t i = 0; i < seqs.size(); ++i) {
+      if (counts[i] != 1 || !HasStaleSlot(seqs[i])) continue;
+      ExpectRefused([&] { m.store.BlocksToExtend(seqs, counts); });
+      ExpectRefused([&] { m.Append(seqs, counts); });
+      if (random.Chance(70)) m.ForgetReplace(seqs[i]);
+      return false;
+    }
     return Take(m.store.BlocksToExtend(seqs, counts), true, [&] { m.Append(seqs, counts); });
   }
 
@@ -82,11 +134,12 @@ class StoreFuzz : public ::testing::Test {
     for (const SeqId seq : seqs) {
       auto& lanes = lists.emplace_back();
       const int64_t style = random.Below(4);
+      const bool nothing = random.Chance(10);  // of this sequence
       for (const auto& lane : m.sequences().at(seq).lanes) {
         auto& list = lanes.emplace_back();
         const auto len = static_cast<int32_t>(lane.size());
         // One slot (steady eviction), a random share, the tail only, or a few from the front half.
-        if (len == 0) continue;
+        if (len == 0 || nothing) continue;
         const int32_t tail = style == 2 ? len - 1 - static_cast<int32_t>(random.Below(len)) : 0;
         const int percent = static_cast<int>(random.Below(60));
         for (int32_t slot = tail; slot < len && style != 0; ++slot) {
@@ -99,12 +152,17 @@ class StoreFuzz : public ::testing::Test {
     }
     const bool fits = CopiesToEvict(seqs, lists) <= m.store.FreeBlocks();
     const std::vector<uint8_t> before = fits ? std::vector<uint8_t>() : m.tensors.Snapshot();
-    if (fits) {
+    const int64_t free = m.store.FreeBlocks();
+    try {
       m.Evict(seqs, lists);
-    } else {
-      ++num_refused;
-      EXPECT_THROW(m.Evict(seqs, lists), OutOfBlocks);
+      EXPECT_TRUE(fits);
+    } catch (const OutOfBlocks&) {
+      EXPECT_FALSE(fits);
       EXPECT_TRUE(m.tensors.Snapshot() == before);
+      ++num_refused;
+    } catch (const InjectedThrow&) {
+      EXPECT_EQ(m.store.FreeBlocks(), free);
+      ++num_thrown;
     }
   }
 
@@ -148,13 +206,21 @@ class StoreFuzz : public ::testing::Test {
     m.store.CheckIntegrity();
   }
 
+  // What fails in the next change: mostly nothing.
+  Failures SomeFailures() {
+    Failures failures;
+    if (random.Chance(95)) return failures;
+    if (random.Chance(50)) failures.op = random.Below(2);
+    if (random.Chance(60)) failures.allocation = random.Below(12);
+    return failures;
+  }
+
   // One random change; returns the sequences that it touched and that still live.
   std::vector<SeqId> Change() {
     const std::vector<SeqId> live = Live();
     const int64_t what = random.Below(100);
     if (live.empty() || what < 5) {
-      if (m.store.FreeRows() > 0) return {m.Create()};
-      EXPECT_THROW(m.store.Create(), OutOfBlocks);
+      Take(0, m.store.FreeRows() > 0, [&] { m.Create(); });
       return {};
     }
     const std::vector<SeqId> some = random.Pick(live, 1 + random.Below(3));
@@ -162,8 +228,10 @@ class StoreFuzz : public ::testing::Test {
     if (what < 45) {
       std::vector<int64_t> counts;
       for (const SeqId s : some) {
+        if (m.shape().replaces && random.Chance(60)) Elect(s);
         const int64_t room = m.shape().max_blocks * kBlockSlots - m.store.MaxLaneLen(s);
-        counts.push_back(std::min(room, random.Below(random.Chance(20) ? 40 : 6)));
+        const int64_t wanted = random.Chance(30) ? 1 : random.Below(random.Chance(20) ? 40 : 6);
+        counts.push_back(std::min(room, wanted));
       }
       Append(some, counts);
       return some;
@@ -183,7 +251,14 @@ class StoreFuzz : public ::testing::Test {
       return some;
     }
     if (what < 92) {
-      m.Truncate(seq, random.Below(m.sequences().at(seq).undoable + 1));
+      const int64_t undoable = m.sequences().at(seq).undoable;
+      m.Truncate(seq, random.Below(undoable + 1));
+      ExpectRefused([&] { m.Truncate(seq, m.sequences().at(seq).undoable + 1); });
+      return {seq};
+    }
+    if (what < 94) {
+      if (m.shape().stats_channels > 0) m.Attend(seq);
+      if (m.shape().replaces && random.Chance(50)) m.ForgetReplace(seq);
       return {seq};
     }
     if (what < 99) {
@@ -191,128 +266,50 @@ class StoreFuzz : public ::testing::Test {
       return {};
     }
     const SeqId dead = seq + 1'000'000'000;
-    EXPECT_THROW(m.store.Extend({seq, dead}, {1, 1}), Error);
-    EXPECT_THROW(m.store.Extend({seq, seq}, {1, 1}), Error);
-    EXPECT_THROW(m.store.Adopt(seq, dead), Error);
-    EXPECT_THROW(m.store.Truncate(seq, m.store.SeqLen(seq) + 1), Error);
+    ExpectRefused([&] { m.store.Extend({seq, dead}, {1, 1}); });
+    ExpectRefused([&] { m.store.Extend({seq, seq}, {1, 1}); });
+    ExpectRefused([&] { m.store.Extend({seq}, {-1}); });
+    ExpectRefused([&] { m.store.Extend({seq}, {m.shape().max_blocks * kBlockSlots + 1}); });
+    ExpectRefused([&] { m.store.Fork(seq, -1, false); });
+    ExpectRefused([&] { m.store.Adopt(seq, dead); });
+    ExpectRefused([&] { m.store.Adopt(seq, seq); });
+    ExpectRefused([&] { m.store.Release(dead); });
+    ExpectRefused([&] { m.store.ForgetReplace(dead); });
+    ExpectRefused([&] { m.Evict({seq}, {{{-1}, {}, {}, {}}}); });
+    ExpectRefused([&] { m.Evict({seq}, {{{}, {}, {}, {1, 0}}}); });
     return {seq};
   }
 
   ModelledStore m;
   Random random;
-  int64_t num_refused = 0;
+  int64_t num_refused = 0, num_invalid = 0, num_thrown = 0;
 };
 
-TEST_F(StoreFuzz, RandomOperationsAgreeWithTheModel) {
-  const int64_t num_ops = NumOps();
+TEST_P(StoreFuzz, RandomOperationsAgreeWithTheModel) {
+  const int64_t num_ops = NumOps() / kNumKinds;
   for (int64_t op = 0; op < num_ops; ++op) {
+    m.failures = SomeFailures();
+    const bool fails = m.failures.op >= 0 || m.failures.allocation >= 0;
+    const int64_t thrown = num_thrown;
     for (const SeqId seq : Change()) ASSERT_EQ(m.Difference(seq), "") << "operation " << op;
+    m.failures = {};
+    ASSERT_TRUE(fails || num_thrown == thrown) << "operation " << op;
     ASSERT_NO_THROW(m.store.CheckIntegrity()) << "operation " << op;
-    if (op % 16 == 0) {  // also those that nobody touched
+    if (op % 16 == 0 || num_thrown > thrown) {  // also those that nobody touched
       ASSERT_EQ(m.Difference(), "") << "operation " << op;
     }
     if (op % 5000 == 4999) ReleaseAll();
     ASSERT_FALSE(HasFailure()) << "operation " << op;
   }
-  EXPECT_GT(num_refused, num_ops / 50);  // the pool does run out
+  EXPECT_GT(num_refused, num_ops / 60);  // the pool does run out
+  EXPECT_GT(num_invalid, num_ops / 20);
+  EXPECT_GT(num_thrown, num_ops / 200);
   ReleaseAll();
 }
 
-// The life of a search: fork 8 candidates when they fit, decode, abort some, adopt one or undo,
-// release. An evicting search copies at the fork and evicts the winner.
-TEST_F(StoreFuzz, TwoThousandSearchesLeaveNothingBehind) {
-  struct Search {
-    SeqId root;
-    bool evicts;
-    int steps_left;
-    std::vector<SeqId> candidates;
-  };
-  ModelledStore pool({.rows = 40, .head_dim = 8, .max_blocks = 5, .blocks = 150, .window = 4});
-  std::vector<Search> running;
-  int64_t num_started = 0, num_backed_off = 0, num_adopted = 0;
-  const auto append = [&](SeqId seq, int64_t count) {
-    const int64_t room = pool.shape().max_blocks * kBlockSlots - pool.store.MaxLaneLen(seq);
-    try {
-      pool.Append({seq}, {std::min(room, count)});
-    } catch (const OutOfBlocks&) {
-      ++num_backed_off;
-      return false;
-    }
-    return true;
-  };
-  const auto abort_all = [&](Search& search) {
-    for (const SeqId seq : search.candidates) pool.Release(seq);
-    search.candidates.clear();
-  };
-  for (int64_t tick = 0; num_started < 2000 || !running.empty(); ++tick) {
-    ASSERT_LT(tick, 1'000'000) << "the searches do not end";
-    if (num_started < 2000 && pool.store.FreeRows() > 0 && running.size() < 5) {
-      running.push_back(
-          {pool.Create(), random.Chance(50), 1 + static_cast<int>(random.Below(4)), {}});
-      ++num_started;
-      append(running.back().root, 1 + random.Below(30));
-    }
-    const auto at = random.Below(static_cast<int64_t>(running.size()));
-    Search& search = running[at];
-    if (search.candidates.empty()) {
-      try {
-        search.candidates = pool.Fork(search.root, 8, search.evicts);
-      } catch (const OutOfBlocks&) {  // back off: give up when it would wait forever
-        ++num_backed_off;
-        if (random.Chance(20)) search.steps_left = 0;
-      }
-    } else {
-      for (size_t i = 0; i < search.candidates.size();) {
-        if (random.Chance(15) || !append(search.candidates[i], random.Below(12))) {
-          pool.Release(search.candidates[i]);
-          search.candidates.erase(search.candidates.begin() + static_cast<int64_t>(i));
-        } else {
-          ++i;
-        }
-      }
-      if (random.Chance(40) && !search.candidates.empty()) {
-        const size_t best = random.Below(static_cast<int64_t>(search.candidates.size()));
-        if (random.Chance(20)) {  // keep only a prefix of the step
-          const SeqId seq = search.candidates[best];
-          const int64_t added = pool.store.SeqLen(seq) - pool.store.SeqLen(search.root);
-          pool.Truncate(seq, random.Below(added + 1));
-        }
-        pool.Adopt(search.root, search.candidates[best]);
-        search.candidates.erase(search.candidates.begin() + static_cast<int64_t>(best));
-        ++num_adopted;
-        abort_all(search);
-        --search.steps_left;
-        if (search.evicts) {
-          DropLists lists(1);
-          for (const auto& lane : pool.sequences().at(search.root).lanes) {
-            auto& list = lists[0].emplace_back();
-            for (size_t slot = 0; slot < lane.size(); ++slot) {
-              if (list.size() + 24 < lane.size() && random.Chance(70)) {
-                list.push_back(static_cast<int32_t>(slot));
-              }
-            }
-          }
-          pool.Evict({search.root}, lists);
-        }
-      }
-    }
-    if (search.steps_left <= 0 || random.Chance(1)) {  // ends, or is aborted by its user
-      abort_all(search);
-      pool.Release(search.root);
-      running.erase(running.begin() + at);
-    } else {
-      ASSERT_EQ(pool.Difference(search.root), "");
-    }
-    ASSERT_NO_THROW(pool.store.CheckIntegrity());
-    if (tick % 16 == 0) {
-      ASSERT_EQ(pool.Difference(), "");
-    }
-  }
-  EXPECT_GT(num_backed_off, 1000);
-  EXPECT_GT(num_adopted, 1000);
-  EXPECT_EQ(pool.store.FreeBlocks(), pool.shape().blocks);
-  EXPECT_EQ(pool.store.FreeRows(), pool.shape().rows);
-}
+// With attention statistics forks never share, without they do.
+INSTANTIATE_TEST_SUITE_P(Kinds, StoreFuzz, ::testing::ValuesIn(kKinds),
+                         [](const auto& kind) { return kind.param.name; });
 
 }  // namespace
 }  // namespace kvcore

@@ -20,7 +20,9 @@ class KvStore:
     key_blocks, value_blocks: T [blocks, 16 * head_dim]; position: i32 [blocks, 16];
     block_table: i32 [rows, layers, kv_heads, max_blocks]; lane_len: i32 [rows, layers, kv_heads];
     seq_len: i32 [rows]; query_ring: T [rows, layers, q_heads, window, head_dim] or None;
-    attention_stats: f32 [blocks, channels, 16] with stats_start f32 [channels], or None.
+    attention_stats: f32 [blocks, channels, 16] with stats_start f32 [channels], or None;
+    not_finite: i32 [rows] or None: 1 + the smallest position whose key, value, query or attention
+    was not finite, 0 for none.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class KvStore:
         state_slots: int = 0,
         attention_stats: Tensor | None = None,
         stats_start: Tensor | None = None,
+        not_finite: Tensor | None = None,
     ) -> None: ...
     def num_replaced(self, seq: int) -> int:
         """Slots that the last extend overwrites; it cannot be undone if there are any."""
@@ -47,7 +50,15 @@ class KvStore:
     def is_live(self, seq: int) -> bool: ...
     def extend(self, seqs: Sequence[int], counts: Sequence[int], stream: int = 0) -> None: ...
     def blocks_to_extend(self, seqs: Sequence[int], counts: Sequence[int]) -> int: ...
-    def truncate(self, seq: int, count: int) -> None: ...
+    def truncate(self, seq: int, count: int) -> None:
+        """Undo the newest ``count`` tokens, at most ``undoable``."""
+
+    def undoable(self, seq: int) -> int:
+        """Tokens since an extend overwrote a slot or an eviction dropped one."""
+
+    def forget_replace(self, seq: int) -> None:
+        """Every lane appends its next token, whatever was elected."""
+
     def fork(self, parent: int, count: int, copy: bool, stream: int = 0) -> list[int]: ...
     def blocks_to_fork(self, parent: int, count: int, copy: bool) -> int: ...
     def adopt(self, parent: int, child: int) -> None: ...
@@ -134,7 +145,10 @@ def score_rkv(
     threshold: float,
     pool_first: bool = False,
     stream: int = 0,
-) -> None: ...
+    scale: float | None = None,
+) -> None:
+    """scale: of the attention; None is 1 / sqrt(head_dim)."""
+
 def score_rkv_scratch_bytes(store: KvStore, max_slots: int) -> int:
     """For the current number of threads."""
 
@@ -145,8 +159,15 @@ def score_keys(
     store: KvStore, rows: Tensor, score: Tensor, kind: int, protect: int, stream: int = 0
 ) -> None: ...
 def score_tova(
-    store: KvStore, rows: Tensor, score: Tensor, protect: int, stream: int = 0
-) -> None: ...
+    store: KvStore,
+    rows: Tensor,
+    score: Tensor,
+    protect: int,
+    stream: int = 0,
+    scale: float | None = None,
+) -> None:
+    """scale: of the attention; None is 1 / sqrt(head_dim)."""
+
 def select_slots(
     store: KvStore,
     rows: Tensor,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcore import ops
+from kvcore.config import require
 from kvcore.native import _C
 
 
@@ -85,6 +86,8 @@ class KVCache:
         self.replace = torch.full(table[:3], -1, dtype=torch.int32) if replaces else None
         self.observe = observe
         self.scale = shape.head_dim**-0.5  # of the attention, as last seen
+        self._has_scale = False
+        self._not_finite = torch.zeros(rows, dtype=torch.int32)
         self.lane_state = None
         if observe is not None:
             state = _C.rkv_state_bytes(state_slots, window, shape.head_dim)
@@ -109,8 +112,10 @@ class KVCache:
             state_slots,
             self.stats_plane,
             self.stats_start,
+            self._not_finite,
         )
-        self._attend_scratch = ops.attend_scratch(self.store)
+        self._scratch_threads = 0
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def extend(self, seqs: Sequence[int], counts: Sequence[int]) -> ops.RaggedBatch:
         """Make room for ``counts[i]`` new tokens of ``seqs[i]`` and say where they go.
@@ -132,11 +137,6 @@ class KVCache:
         self.store.fill_batch(seqs, counts, batch.rows, batch.cu_tokens, batch.positions)
         return batch
 
-    def forget_replace(self, seq: int) -> None:
-        """The next token of ``seq`` is appended to all its lanes, whatever was elected."""
-        if self.replace is not None:
-            self.replace[self.store.row(seq)] = -1
-
     def update_and_attend(
         self,
         layer: int,
@@ -149,20 +149,42 @@ class KVCache:
         """Append one layer's keys and values [tokens, kv_heads, head_dim], then attend.
 
         Returns [tokens, q_heads, head_dim].
+
+        Raises:
+            ValueError: the policy reads queries, which it weighs by one attention scale, and this
+                layer's differs from another's; nothing of this layer has been appended.
         """
+        if self.window:
+            same = not self._has_scale or scale == self.scale
+            require(same, "scale", f"one for all layers ({self.scale}) with this policy", scale)
         observed = query if self.window else None
         ops.append_kv(self.store, layer, key, value, observed, batch)
-        self.scale = scale
+        self.scale, self._has_scale = scale, True
         return ops.attend(
             self.store,
             layer,
             query,
             batch,
             scale,
-            self._attend_scratch,
+            self._attend_scratch(),
             self.observe,
             accumulate=self.stats_plane is not None,
         )
+
+    def _attend_scratch(self) -> Tensor:
+        """Scratch for the present number of threads; never shrinks."""
+        threads = _C.num_threads()
+        if threads > self._scratch_threads:
+            self._scratch, self._scratch_threads = ops.attend_scratch(self.store), threads
+        return self._scratch
+
+    def not_finite(self, seqs: Sequence[int]) -> list[int]:
+        """For each sequence 1 + the smallest position whose key, value or query, or whose attention
+        over what it sees, was not finite in some layer; 0 if there is none.
+        """
+        rows = self.store.rows(seqs)
+        found: list[int] = self._not_finite[rows].tolist()
+        return found
 
     def rows(self, seqs: Sequence[int]) -> Tensor:
         """i32 [seqs]: rows of the cache tensors."""

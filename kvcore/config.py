@@ -60,9 +60,11 @@ def _is_float32(value: Any) -> bool:
 
 def require_int(value: Any, field_name: str, low: int, high: int | None = None) -> None:
     """Raise ``ValueError`` unless ``value`` is an int in [low, high]."""
-    bound = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
-    ok = _is_int(value) and value >= low and (high is None or value <= high)
-    require(ok, field_name, bound, value)
+    too_high = _is_int(value) and high is not None and value > high
+    # The limit of a type is worth telling to those who ran into it only.
+    bounded = high is not None and (too_high or high not in (INT32_MAX, INT64_MAX))
+    bound = f"an integer in [{low}, {high}]" if bounded else f"an integer >= {low}"
+    require(_is_int(value) and value >= low and not too_high, field_name, bound, value)
 
 
 @dataclass(frozen=True)
@@ -252,7 +254,8 @@ class DetectorConfig:
         entropy: test the mean of the last ``entropy_window`` token entropies against
             ``entropy_threshold`` nats, from token ``entropy_guard`` on.
         gzip: test gzip size / bytes of the last ``gzip_window`` bytes against ``gzip_threshold``.
-        gzip_exact: test at every token instead of skipping checks that cannot fire.
+        gzip_exact: test at every token instead of skipping checks that cannot fire; a
+            ``gzip_window`` above 800 bytes is always tested so.
         repetition: test for a tail that repeats exactly (not in the paper, off by default): at
             least ``repetition_min_count`` copies of at most ``repetition_max_pattern_size`` tokens,
             together at least ``repetition_min_tokens`` long.

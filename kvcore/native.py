@@ -2,7 +2,7 @@
 
 torch comes first: the core runs its loops on the OpenMP runtime that the process already carries,
 and looks for it once. The core then uses as many threads as torch, unless KVCORE_NUM_THREADS says
-otherwise.
+otherwise; ``follow_torch_threads`` keeps it so when torch's number changes.
 """
 
 import os
@@ -26,11 +26,20 @@ if _C.version() != kvcore.__version__:
         "reinstall with 'pip install --force-reinstall --no-deps .'"
     )
 
-if not os.environ.get("KVCORE_NUM_THREADS"):
-    _C.set_num_threads(torch.get_num_threads())
+_MAX_THREADS = 1024  # of the core
+
+
+def follow_torch_threads() -> None:
+    """Make the core use as many threads as torch does now, unless KVCORE_NUM_THREADS is set."""
+    wanted = min(torch.get_num_threads(), _MAX_THREADS)
+    if wanted != _C.num_threads() and not os.environ.get("KVCORE_NUM_THREADS"):
+        _C.set_num_threads(wanted)
+
+
+follow_torch_threads()
 
 InternalError = _C.InternalError
 OutOfBlocks = _C.OutOfBlocks
 KvStore = _C.KvStore
 
-__all__ = ["_C", "InternalError", "KvStore", "OutOfBlocks"]
+__all__ = ["_C", "InternalError", "KvStore", "OutOfBlocks", "follow_torch_threads"]

@@ -91,7 +91,9 @@ def build_rkv_state(
 
 
 def attend_scratch(store: _C.KvStore) -> Tensor:
-    """u8 scratch that ``attend`` needs; may be used for every layer and step."""
+    """u8 scratch of ``attend`` for the present number of threads; with less than for all of them
+    it uses fewer. May be used for every layer and step.
+    """
     return torch.empty(_C.attend_scratch_bytes(store), dtype=torch.uint8)
 
 
@@ -106,6 +108,7 @@ def score_rkv(
     mix: float,
     threshold: float,
     pool_first: bool,
+    scale: float,
 ) -> Tensor:
     """R-KV score of every live slot, f32 [seqs, layers, kv_heads, slots]; higher is kept.
 
@@ -114,13 +117,16 @@ def score_rkv(
         lanes: (layers, kv_heads).
         slots: at least the longest lane of these rows.
         protect, kernel, mix, threshold, pool_first: as in ``EvictionConfig``.
+        scale: of the attention, that of ``attend``.
     Raises:
         ValueError: a key or query is not finite; the message names row, layer and head.
     Source: R-KV (arXiv 2505.24133); csrc/ops/score_rkv.h.
     """
     score = torch.empty((len(rows), *lanes, slots), dtype=torch.float32)
     scratch = torch.empty(_C.score_rkv_scratch_bytes(store, slots), dtype=torch.uint8)
-    _C.score_rkv(store, rows, score, scratch, protect, kernel, mix, threshold, pool_first)
+    _C.score_rkv(
+        store, rows, score, scratch, protect, kernel, mix, threshold, pool_first, scale=scale
+    )
     return score
 
 
@@ -157,16 +163,24 @@ def score_keys(
 
 
 def score_tova(
-    store: _C.KvStore, rows: Tensor, lanes: tuple[int, int], slots: int, *, protect: int
+    store: _C.KvStore,
+    rows: Tensor,
+    lanes: tuple[int, int],
+    slots: int,
+    *,
+    protect: int,
+    scale: float,
 ) -> Tensor:
     """Attention of the newest query, averaged over the layer's query heads; shape as score_rkv.
 
+    Args:
+        scale: of the attention, that of ``attend``.
     Raises:
         ValueError: a key or query is not finite; the message names row, layer and head.
     Source: TOVA (arXiv 2401.06104); csrc/ops/score_tova.h.
     """
     score = torch.empty((len(rows), *lanes, slots), dtype=torch.float32)
-    _C.score_tova(store, rows, score, protect)
+    _C.score_tova(store, rows, score, protect, scale=scale)
     return score
 
 

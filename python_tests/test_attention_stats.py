@@ -13,7 +13,7 @@ from kvcore.cache import CacheShape, KVCache
 
 SHAPE = CacheShape(layers=2, q_heads=6, kv_heads=2, head_dim=16, dtype=torch.float32)
 GROUP = 3
-SCALE = SHAPE.head_dim**-0.5  # as the oracle has it
+SCALE = 0.3
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Model:
             lane[position] = Entry(key[head])
             keys = np.stack([entry.key for entry in lane.values()])
             mine = query[head * GROUP : (head + 1) * GROUP]
-            share = np.stack([attention(keys, q[None], 0, 1) for q in mine], axis=1)
+            share = np.stack([attention(keys, q[None], 0, 1, SCALE) for q in mine], axis=1)
             for entry, got in zip(lane.values(), share, strict=True):
                 entry.largest = np.maximum(entry.largest, got)
                 entry.smallest = np.minimum(entry.smallest, got)

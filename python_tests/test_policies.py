@@ -235,6 +235,25 @@ def test_a_global_kept_set_is_one_for_all_lanes_and_depends_on_no_other_sequence
 # ---- through the engine
 
 
+def set_scales(model, scales: list[float]) -> None:
+    """Make each layer attend with a scale of its own."""
+    for layer, scale in zip(model.model.model.layers, scales, strict=True):
+        layer.self_attn.scaling = scale
+
+
+@pytest.mark.parametrize("name", ["rkv", "snapkv", "tova"])
+def test_layers_of_different_scales_are_refused_where_queries_are_weighed(name):
+    model = make_model(tokenizer=False)
+    set_scales(model, [0.25, 0.5])
+    engine = Engine(model, small_config(), eviction=SMALL[name])
+    engine.add([1, 2, 3], sampled(4))
+    with pytest.raises(ValueError, match=r"^scale: expected one for all layers \(0.25\) .*got 0.5"):
+        engine.step()
+    engine = Engine(model, small_config(), eviction=SMALL["knorm"])
+    engine.add([1, 2, 3], sampled(4))
+    assert engine.step()
+
+
 class Recorder:
     """Keys and queries of one sequence as the engine handed them to its cache."""
 
@@ -242,11 +261,13 @@ class Recorder:
         self.keys: dict[int, list[np.ndarray]] = defaultdict(list)  # by layer: [kv_heads, dim]
         self.queries: dict[int, list[np.ndarray]] = defaultdict(list)  # by layer: [q_heads, dim]
         self.received: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)  # by position
+        self.scale = 0.0  # of the attention
         attend = engine.cache.update_and_attend
 
         def recording(layer, query, key, value, batch, scale):
             self.keys[layer] += list(key.double().numpy())
             self.queries[layer] += list(query.double().numpy())
+            self.scale = scale
             return attend(layer, query, key, value, batch, scale)
 
         engine.cache.update_and_attend = recording
@@ -257,7 +278,8 @@ class Recorder:
         received = self.received[layer, head]
         for token in range(first, held[-1] + 1):
             seen = [p for p in held if p <= token]
-            got = attention(keys[: len(seen)], self.queries[layer][token], head, SHAPE.kv_heads)
+            query = self.queries[layer][token]
+            got = attention(keys[: len(seen)], query, head, SHAPE.kv_heads, self.scale)
             for p, weight in zip(seen, got, strict=True):
                 received[p] = received.get(p, 0.0) + weight
 
@@ -273,7 +295,7 @@ class Recorder:
             return np.array([self.received[layer, head][p] for p in held[: -config.protect]])
         keys = [np.stack([self.keys[layer][p][h] for p in held]) for h in range(SHAPE.kv_heads)]
         queries = np.stack(self.queries[layer][:tokens], axis=1)
-        return ORACLES[config.policy](keys, queries, np.array(held), config)[head]
+        return ORACLES[config.policy](keys, queries, np.array(held), config, self.scale)[head]
 
 
 @pytest.mark.parametrize(
@@ -297,13 +319,16 @@ class Recorder:
         [c.policy, str(c.budget), str(c.protect), c.scope, *["pool_first"] * c.pool_first]
     ),
 )
-def test_a_policy_in_the_engine_keeps_what_its_oracle_keeps(config):
+@pytest.mark.parametrize("scale", [None, 0.7], ids=["", "another_scale"])
+def test_a_policy_in_the_engine_keeps_what_its_oracle_keeps(config, scale):
     """Over many evictions, which leave the slots in an order that is not that of positions.
 
     Where scores tie within 1e-6 (max-pool makes exact ties) any of the tied may stay.
     """
     model = make_model(tokenizer=False)
     object.__setattr__(model, "eos_ids", frozenset())
+    if scale is not None:
+        set_scales(model, [scale, scale])
     engine = Engine(model, small_config(), eviction=config)
     recorder = Recorder(engine)
     prompt = make_prompts([config.trigger + 7], seed=11)[0]

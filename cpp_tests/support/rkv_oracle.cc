@@ -41,13 +41,14 @@ RkvOracleResult RkvOracle(const RkvOracleInput& in) {
   out.score.assign(static_cast<size_t>(n), kInf);
   if (past == 0) return out;
   const auto& keys = in.keys;
-  const double root = std::sqrt(static_cast<double>(keys[0].size()));
+  const double scale =
+      in.scale > 0 ? in.scale : 1.0 / std::sqrt(static_cast<double>(keys[0].size()));
 
   std::vector<double> mean(static_cast<size_t>(past), 0.0);
   for (const auto& heads : in.queries) {
     std::vector<double> logit(static_cast<size_t>(past), -kInf);
     for (int64_t i = 0; i < past; ++i)
-      for (const auto& q : heads) logit[i] = std::max(logit[i], Dot(q, keys[i]) / root);
+      for (const auto& q : heads) logit[i] = std::max(logit[i], scale * Dot(q, keys[i]));
     std::vector<double> p = Softmax(logit);
     if (in.pool_first) p = MaxPool(p, in.kernel);
     for (int64_t i = 0; i < past; ++i) mean[i] += p[i] / static_cast<double>(in.queries.size());

@@ -13,6 +13,7 @@ struct RkvOracleInput {
   int64_t protect = 8, kernel = 7;
   double mix = 0.1, threshold = 0.5;
   bool pool_first = false;
+  double scale = 0;  // of the attention; 0 = 1 / sqrt(head_dim)
 };
 
 struct RkvOracleResult {

@@ -12,6 +12,7 @@
 #include "cpu/cpu_ops.h"
 #include "cpu/rkv_lane.h"
 #include "store/kv_store.h"
+#include "support/bad_numbers.h"
 #include "support/lane_fixture.h"
 #include "support/rkv_oracle.h"
 
@@ -74,6 +75,13 @@ class RkvKeySource {
   std::vector<double> mean_;
 };
 
+// Bits that the first token of the next Feed has instead of a number of its own.
+struct RkvPoison {
+  enum What { kNothing, kKey, kValue, kQuery } what = kNothing;
+  int64_t head = 0;
+  uint32_t bits = 0;
+};
+
 // One sequence (and its forks) of a small store.
 class RkvStream {
  public:
@@ -92,6 +100,7 @@ class RkvStream {
     seq_len_ = OwnedTensor(DType::kI32, {shape.rows});
     query_ring_ = OwnedTensor(shape.dtype, {shape.rows, 1, q_heads, shape.window, shape.head_dim});
     replace_ = OwnedTensor(DType::kI32, {shape.rows, 1, shape.kv_heads});
+    not_finite_ = OwnedTensor(DType::kI32, {shape.rows});
     const RkvStateLayout layout(shape.slots, shape.window, shape.head_dim);
     lane_state_ = OwnedTensor(DType::kU8, {shape.rows, 1, shape.kv_heads, layout.bytes + 64});
     KvCacheView view;
@@ -109,6 +118,7 @@ class RkvStream {
                      (reinterpret_cast<uintptr_t>(lane_state_.view().data) + 63) & ~uintptr_t{63}),
                  DType::kU8, {shape.rows, 1, shape.kv_heads, layout.bytes});
     view.lane_state = state_;
+    view.not_finite = not_finite_.view();
     view.state_slots = shape.slots;
     view.head_dim = shape.head_dim;
     store_ = std::make_unique<KvStore>(view);
@@ -130,8 +140,12 @@ class RkvStream {
         const std::vector<double> k = source_.Next(first + t);
         for (int64_t d = 0; d < shape_.head_dim; ++d) key.Set({t, h, d}, k[static_cast<size_t>(d)]);
       }
-    if (poison_) key.Set({0, shape_.kv_heads - 1, 3}, std::nan(""));
-    poison_ = false;
+    if (poison_.what != RkvPoison::kNothing)
+      SetBits(poison_.what == RkvPoison::kKey     ? key
+              : poison_.what == RkvPoison::kValue ? value
+                                                  : query,
+              poison_.head * shape_.head_dim + 3, poison_.bits);
+    poison_ = {};
     const OwnedTensor rows = Rows(), cu = OwnedTensor::I32({0, static_cast<int32_t>(count)});
     AppendKvParams append;
     append.key = key.view();
@@ -161,7 +175,8 @@ class RkvStream {
     store_->Adopt(seq_, child);  // goes on in another row
   }
 
-  void Poison() { poison_ = true; }
+  void Poison(const RkvPoison& poison) { poison_ = poison; }
+  int64_t NotFinite() const { return static_cast<int64_t>(not_finite_.Get({store_->Row(seq_)})); }
   int32_t Elected(int64_t head) const { return view().Replaced(Lane(head)); }
   int64_t Len() const { return store_->MaxLaneLen(seq_); }
   const OwnedTensor& last_out() const { return last_out_; }
@@ -264,11 +279,11 @@ class RkvStream {
   RkvKeySource source_;
   std::mt19937_64 rng_;
   OwnedTensor key_blocks_, value_blocks_, position_, block_table_, lane_len_, seq_len_, query_ring_;
-  OwnedTensor replace_, lane_state_, last_out_;
+  OwnedTensor replace_, not_finite_, lane_state_, last_out_;
   TensorView state_;
   std::unique_ptr<KvStore> store_;
   SeqId seq_ = 0;
-  bool poison_ = false;
+  RkvPoison poison_;
 };
 
 }  // namespace kvcore

@@ -36,6 +36,16 @@ StoreTensors::StoreTensors(const StoreShape& s)
     query_ring = OwnedTensor(DType::kF32, {s.rows, s.layers, s.q_heads, s.window, s.head_dim});
     query_ring.Fill(nan);
   }
+  if (s.replaces) {
+    replace = OwnedTensor(DType::kI32, {s.rows, s.layers, s.kv_heads});
+    replace.Fill(kUnusedTableEntry);
+  }
+  if (s.stats_channels > 0) {
+    attention_stats = OwnedTensor(DType::kF32, {s.blocks, s.stats_channels, kBlockSlots});
+    attention_stats.Fill(nan);
+    stats_start = OwnedTensor(DType::kF32, {s.stats_channels});
+    for (int64_t c = 0; c < s.stats_channels; ++c) stats_start.Set({c}, static_cast<double>(c));
+  }
 }
 
 KvCacheView StoreTensors::view() const {
@@ -47,13 +57,18 @@ KvCacheView StoreTensors::view() const {
   v.lane_len = lane_len.view();
   v.seq_len = seq_len.view();
   if (query_ring.view().ndim > 0) v.query_ring = query_ring.view();
+  if (replace.view().ndim > 0) v.replace = replace.view();
+  if (attention_stats.view().ndim > 0) {
+    v.attention_stats = attention_stats.view();
+    v.stats_start = stats_start.view();
+  }
   v.head_dim = head_dim_;
   return v;
 }
 
 std::vector<uint8_t> StoreTensors::Snapshot() const {
-  const OwnedTensor* all[] = {&key_blocks, &value_blocks, &position,  &block_table,
-                              &lane_len,   &seq_len,      &query_ring};
+  const OwnedTensor* all[] = {&key_blocks, &value_blocks, &position, &block_table,    &lane_len,
+                              &seq_len,    &query_ring,   &replace,  &attention_stats};
   size_t num_bytes = 0;
   for (const OwnedTensor* t : all) num_bytes += t->bytes().size();
   std::vector<uint8_t> bytes;
@@ -65,34 +80,54 @@ std::vector<uint8_t> StoreTensors::Snapshot() const {
 }
 
 ModelledStore::ModelledStore(const StoreShape& shape)
-    : tensors(shape), store(tensors.view()), ops_(GetOps(Device::kCpu)), shape_(shape) {}
+    : tensors(shape),
+      store(tensors.view(), &ThrowingOps()),
+      ops_(GetOps(Device::kCpu)),
+      shape_(shape) {}
 
 SeqId ModelledStore::Create() {
-  const SeqId seq = store.Create();
+  const SeqId seq = [&] {
+    const ArmedFailures armed(failures);
+    return store.Create();
+  }();
   Sequence& s = sequences_[seq];
   s.lanes.resize(num_lanes());
+  if (shape_.replaces) s.replace.assign(num_lanes(), -1);
   s.ring.assign(shape_.window, 0);
   return seq;
 }
 
 void ModelledStore::Release(SeqId seq) {
-  store.Release(seq);
+  {
+    const ArmedFailures armed(failures);
+    store.Release(seq);
+  }
   sequences_.erase(seq);
 }
 
 void ModelledStore::Append(const std::vector<SeqId>& seqs, const std::vector<int64_t>& counts) {
-  store.Extend(seqs, counts);
+  {
+    const ArmedFailures armed(failures);
+    store.Extend(seqs, counts);
+  }
   const auto num_seqs = static_cast<int64_t>(seqs.size());
   std::vector<uint32_t> stamps;
   for (int64_t i = 0; i < num_seqs; ++i) {
     Sequence& s = sequences_.at(seqs[i]);
+    bool replaced = false;
     for (int64_t k = 0; k < counts[i]; ++k) {
       const Token token = {static_cast<int32_t>(s.seq_len++), next_stamp_++};
       stamps.push_back(token.stamp);
-      for (auto& lane : s.lanes) lane.push_back(token);
+      for (int64_t l = 0; l < num_lanes(); ++l) {
+        const bool overwrites = shape_.replaces && counts[i] == 1 && s.replace[l] >= 0;
+        if (overwrites) s.lanes[l][s.replace[l]] = token;
+        if (!overwrites) s.lanes[l].push_back(token);
+        replaced |= overwrites;
+      }
       if (shape_.window > 0) s.ring[token.position % shape_.window] = token.stamp;
     }
-    s.undoable += counts[i];
+    s.undoable = replaced ? 0 : s.undoable + counts[i];
+    if (counts[i] > 0 && !replaced) s.replace.assign(s.replace.size(), -1);
   }
 
   const auto num_tokens = static_cast<int64_t>(stamps.size());
@@ -128,26 +163,37 @@ void ModelledStore::Append(const std::vector<SeqId>& seqs, const std::vector<int
         }
       }
     }
+    store.CheckAppend(p.batch, p.layer);
     ops_.append_kv(store.view(), p, 0);
   }
 }
 
 void ModelledStore::Truncate(SeqId seq, int64_t count) {
-  store.Truncate(seq, count);
+  {
+    const ArmedFailures armed(failures);
+    store.Truncate(seq, count);
+  }
   Sequence& s = sequences_.at(seq);
   for (auto& lane : s.lanes) lane.resize(lane.size() - count);
   s.seq_len -= count;
   s.undoable -= count;
+  if (count > 0) s.replace.assign(s.replace.size(), -1);
 }
 
 std::vector<SeqId> ModelledStore::Fork(SeqId parent, int64_t count, bool copy) {
-  const std::vector<SeqId> children = store.Fork(parent, count, copy);
+  const std::vector<SeqId> children = [&] {
+    const ArmedFailures armed(failures);
+    return store.Fork(parent, count, copy);
+  }();
   for (const SeqId child : children) sequences_[child] = sequences_.at(parent);
   return children;
 }
 
 void ModelledStore::Adopt(SeqId parent, SeqId child) {
-  store.Adopt(parent, child);
+  {
+    const ArmedFailures armed(failures);
+    store.Adopt(parent, child);
+  }
   sequences_.at(parent) = sequences_.at(child);
   sequences_.erase(child);
 }
@@ -170,7 +216,10 @@ int64_t ModelledStore::Evict(const std::vector<SeqId>& seqs, const DropLists& li
       for (size_t k = 0; k < list.size(); ++k) drop.SetAt(at * width + k, list[k]);
     }
   }
-  const int64_t dropped = store.Evict(seqs, drop.view(), drop_count.view());
+  const int64_t dropped = [&] {
+    const ArmedFailures armed(failures);
+    return store.Evict(seqs, drop.view(), drop_count.view());
+  }();
 
   for (int64_t i = 0; i < num_seqs; ++i) {
     Sequence& s = sequences_.at(seqs[i]);
@@ -185,10 +234,40 @@ int64_t ModelledStore::Evict(const std::vector<SeqId>& seqs, const DropLists& li
         lane[hole] = lane[from++];
       }
       lane.resize(kept);
-      if (!lists[i][l].empty()) s.undoable = 0;
+      if (lists[i][l].empty()) continue;
+      s.undoable = 0;
+      s.replace.assign(s.replace.size(), -1);
     }
   }
   return dropped;
+}
+
+void ModelledStore::Elect(SeqId seq, int64_t lane, int32_t slot) {
+  sequences_.at(seq).replace[lane] = slot;
+  tensors.replace.SetAt(store.Row(seq) * num_lanes() + lane, slot);
+}
+
+void ModelledStore::ForgetReplace(SeqId seq) {
+  store.ForgetReplace(seq);
+  Sequence& s = sequences_.at(seq);
+  s.replace.assign(s.replace.size(), -1);
+}
+
+void ModelledStore::Attend(SeqId seq) {
+  const int32_t* tables = tensors.block_table.view().ptr<int32_t>();
+  float* stats = tensors.attention_stats.view().ptr<float>();
+  for (int64_t l = 0; l < num_lanes(); ++l) {
+    auto& lane = sequences_.at(seq).lanes[l];
+    for (size_t slot = 0; slot < lane.size(); ++slot) {
+      const auto more = static_cast<float>(next_stamp_++ % 64);
+      lane[slot].attention += more;
+      const int64_t block = tables[(store.Row(seq) * num_lanes() + l) * shape_.max_blocks +
+                                   static_cast<int64_t>(slot) / kBlockSlots];
+      for (int64_t c = 0; c < shape_.stats_channels; ++c) {
+        stats[(block * shape_.stats_channels + c) * kBlockSlots + slot % kBlockSlots] += more;
+      }
+    }
+  }
 }
 
 std::string ModelledStore::Difference(SeqId seq) const {
@@ -201,6 +280,7 @@ std::string ModelledStore::Difference(SeqId seq) const {
   };
   if (!store.IsLive(seq)) return differs("not live");
   if (store.SeqLen(seq) != s.seq_len) return differs("seq_len ", store.SeqLen(seq));
+  if (store.Undoable(seq) != s.undoable) return differs("undoable ", store.Undoable(seq));
   const KvCacheView& view = store.view();
   const int64_t row = store.Row(seq), dims = shape_.head_dim;
   const float* keys = view.key_blocks.ptr<float>();
@@ -212,6 +292,9 @@ std::string ModelledStore::Difference(SeqId seq) const {
     if (len != static_cast<int64_t>(lane.size())) {
       return differs("lane ", l, " has length ", len, ", expected ", lane.size());
     }
+    if (shape_.replaces && view.Replaced(lane_id) != s.replace[l]) {
+      return differs("lane ", l, " replaces ", view.Replaced(lane_id), ", expected ", s.replace[l]);
+    }
     const int32_t* table = view.block_table.ptr<int32_t>() + lane_id * shape_.max_blocks;
     for (int64_t slot = 0; slot < len; ++slot) {
       const int64_t block = table[slot / kBlockSlots], at = slot % kBlockSlots;
@@ -222,6 +305,11 @@ std::string ModelledStore::Difference(SeqId seq) const {
       for (int64_t d = 0; d < dims; ++d) {
         same &= key[CpuKeyOffset(at, d)] == Number(lane[slot].stamp, kKey, l, d);
         same &= value[RowMajorOffset(at, d, dims)] == Number(lane[slot].stamp, kValue, l, d);
+      }
+      for (int64_t c = 0; c < shape_.stats_channels; ++c) {
+        const int64_t stat = (block * shape_.stats_channels + c) * kBlockSlots + at;
+        same &=
+            view.attention_stats.ptr<float>()[stat] == static_cast<float>(c) + lane[slot].attention;
       }
       if (!same) {
         return differs("lane ", l, " slot ", slot, " in block ", block, ": position ", position,

@@ -10,6 +10,7 @@
 
 #include "store/batch_plan.h"
 #include "store/kv_store.h"
+#include "support/injected_throw.h"
 #include "support/lane_fixture.h"
 
 namespace kvcore {
@@ -17,7 +18,9 @@ namespace kvcore {
 struct StoreShape {
   int64_t rows = 4, layers = 2, kv_heads = 2, q_heads = 4;
   int64_t head_dim = 8, max_blocks = 6, blocks = 64;
-  int64_t window = 4;  // query ring; 0 = none
+  int64_t window = 4;          // query ring; 0 = none
+  bool replaces = false;       // lanes may have a slot that their next token overwrites
+  int64_t stats_channels = 0;  // of attention_stats; 0 = none
 };
 
 // Float32. Keys, values, ring NaN, lengths garbage and table entries huge until a store writes
@@ -29,6 +32,7 @@ class StoreTensors {
   std::vector<uint8_t> Snapshot() const;  // all bytes of all tensors
 
   OwnedTensor key_blocks, value_blocks, position, block_table, lane_len, seq_len, query_ring;
+  OwnedTensor replace, attention_stats, stats_start;
 
  private:
   int64_t head_dim_;
@@ -41,14 +45,17 @@ class ModelledStore {
  public:
   struct Token {
     int32_t position;
-    uint32_t stamp;  // stands for the token's keys, values and queries in every lane
+    uint32_t stamp;       // stands for the token's keys, values and queries in every lane
+    float attention = 0;  // what the slot has got since it was written
     bool operator==(const Token&) const = default;
   };
   struct Sequence {
     int64_t seq_len = 0;
-    int64_t undoable = 0;  // tokens since the last eviction: what Truncate may take
+    // Tokens since a slot was dropped or overwritten: what Truncate may take.
+    int64_t undoable = 0;
     std::vector<std::vector<Token>> lanes;
-    std::vector<uint32_t> ring;  // stamp of the query in each place; 0 = never written
+    std::vector<int32_t> replace;  // per lane, if the shape replaces; < 0 = the next is appended
+    std::vector<uint32_t> ring;    // stamp of the query in each place; 0 = never written
   };
 
   explicit ModelledStore(const StoreShape& shape);
@@ -61,6 +68,11 @@ class ModelledStore {
   std::vector<SeqId> Fork(SeqId parent, int64_t count, bool copy);
   void Adopt(SeqId parent, SeqId child);
   int64_t Evict(const std::vector<SeqId>& seqs, const DropLists& lists);
+  // What somebody outside of the store writes: the slot that a lane's next token overwrites, and
+  // attention that every live slot of a sequence gets.
+  void Elect(SeqId seq, int64_t lane, int32_t slot);
+  void Attend(SeqId seq);
+  void ForgetReplace(SeqId seq);
 
   // "" when the store's tensors hold exactly what the model says, else the first difference.
   std::string Difference(SeqId seq) const;
@@ -72,6 +84,7 @@ class ModelledStore {
 
   StoreTensors tensors;
   KvStore store;
+  Failures failures;  // of the store in each of the changes above
 
  private:
   const OpTable& ops_;

@@ -9,6 +9,7 @@
 // The message after << is built only when the condition is false.
 #pragma once
 
+#include <exception>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -40,10 +41,14 @@ class Thrower {
     text_ << value;
     return *this;
   }
-  // Ends the streaming expression; binds weaker than << and throws.
-  [[noreturn]] ~Thrower() noexcept(false) { throw E(text_.str()); }
+  // Ends the streaming expression; binds weaker than << and throws, unless a part of the message
+  // has thrown already (an allocation).
+  ~Thrower() noexcept(false) {
+    if (std::uncaught_exceptions() == exceptions_) throw E(text_.str());
+  }
 
  private:
+  const int exceptions_ = std::uncaught_exceptions();
   std::ostringstream text_;
 };
 

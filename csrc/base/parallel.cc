@@ -53,6 +53,7 @@ std::atomic<int> num_threads{0};  // 0 = not chosen yet
 
 struct Job {
   int64_t n, grain;
+  int threads;
   parallel_internal::RangeFn fn;
   void* context;
   std::atomic<int64_t> next{0};
@@ -60,6 +61,12 @@ struct Job {
   std::atomic<bool> failed{false};
   std::exception_ptr error = nullptr;  // written by the one thread that set `failed`
 
+  // One thread's share, under the next free id. A team may be larger than was asked for: whoever
+  // finds no id left leaves the work to the others.
+  void Join() {
+    const int thread_id = next_id.fetch_add(1);
+    if (thread_id < threads) Work(thread_id);
+  }
   // Takes ranges until none is left. Never throws.
   void Work(int thread_id) {
     const int outer_id = current_id;
@@ -85,16 +92,16 @@ class Pool {
  public:
   ~Pool() { Stop(); }
 
-  // Runs the job on the caller and up to `threads - 1` others; false if the pool is taken.
-  bool TryRun(Job& job, int threads) {
+  // Runs the job on the caller and job.threads - 1 others; false if the pool is taken.
+  bool TryRun(Job& job) {
     std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock()) return false;
-    Resize(threads - 1);
+    Resize(job.threads - 1);
     job_ = &job;
     running_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
     generation_.fetch_add(1, std::memory_order_release);
     generation_.notify_all();
-    job.Work(job.next_id.fetch_add(1));
+    job.Join();
     // The workers hold a pointer to the job: wait for all of them, spinning a little first.
     for (int spin = 0;; ++spin) {
       const int left = running_.load(std::memory_order_acquire);
@@ -132,7 +139,7 @@ class Pool {
       }
       seen = now;
       if (stop_) return;
-      job_->Work(job_->next_id.fetch_add(1));
+      job_->Join();
       if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_one();
     }
   }
@@ -262,22 +269,20 @@ const char* ParallelBackend() {
 
 namespace parallel_internal {
 
-void Run(int64_t n, int64_t grain, RangeFn fn, void* context) {
+void Run(int64_t n, int64_t grain, int threads, RangeFn fn, void* context) {
   KV_ICHECK(grain >= 1) << "grain " << grain;
+  KV_ICHECK(threads >= 1) << "threads " << threads;
   if (n <= 0) return;
-  Job job{n, grain, fn, context};
-  const int threads = NumThreads();
-  if (current_id >= 0 || n <= grain || threads == 1) {
-    job.Work(std::max(current_id, 0));
+  Job job{n, grain, threads, fn, context};
+  if (current_id >= 0) {
+    job.Work(current_id < threads ? current_id : 0);
+  } else if (n <= grain || threads == 1) {
+    job.Work(0);
   } else if (const OpenMp* openmp = ActiveOpenMp()) {
     // Always the full team: runtimes end and restart threads when the size changes.
-    openmp->parallel(
-        [](void* data) {
-          Job& shared = *static_cast<Job*>(data);
-          shared.Work(shared.next_id.fetch_add(1));
-        },
-        &job, static_cast<unsigned>(threads), 0);
-  } else if (!OwnPool().TryRun(job, threads)) {
+    openmp->parallel([](void* data) { static_cast<Job*>(data)->Join(); }, &job,
+                     static_cast<unsigned>(threads), 0);
+  } else if (!OwnPool().TryRun(job)) {
     job.Work(0);
   }
   if (job.error) std::rethrow_exception(job.error);

@@ -21,21 +21,30 @@ const char* ParallelBackend();
 
 namespace parallel_internal {
 using RangeFn = void (*)(void* context, int64_t begin, int64_t end, int thread_id);
-void Run(int64_t n, int64_t grain, RangeFn fn, void* context);
+void Run(int64_t n, int64_t grain, int threads, RangeFn fn, void* context);
 }  // namespace parallel_internal
 
 // Calls body(begin, end, thread_id) until [0, n) is covered, in ranges of at most `grain` items;
-// 0 <= thread_id < NumThreads(). An exception of body is rethrown after all threads have stopped.
-// Not reentrant: a nested call runs serially. REQUIRES: grain >= 1.
+// 0 <= thread_id < threads, whatever NumThreads() says and becomes meanwhile: a caller that gives
+// each thread a piece of scratch reads NumThreads() once, checks the scratch for that number and
+// passes it. An exception of body is rethrown after all threads have stopped. Not reentrant: a
+// nested call runs serially, under the outer thread_id if that is below its own `threads`, else
+// under 0. REQUIRES: grain >= 1, threads >= 1.
 template <typename Body>
-void ParallelFor(int64_t n, int64_t grain, Body&& body) {
+void ParallelFor(int64_t n, int64_t grain, int threads, Body&& body) {
   using Fn = std::remove_reference_t<Body>;
   parallel_internal::Run(
-      n, grain,
+      n, grain, threads,
       [](void* context, int64_t begin, int64_t end, int thread_id) {
         (*static_cast<Fn*>(context))(begin, end, thread_id);
       },
       const_cast<void*>(static_cast<const void*>(std::addressof(body))));
+}
+
+// As above with the number of threads of the moment, for bodies that own nothing per thread.
+template <typename Body>
+void ParallelFor(int64_t n, int64_t grain, Body&& body) {
+  ParallelFor(n, grain, NumThreads(), static_cast<Body&&>(body));
 }
 
 }  // namespace kvcore

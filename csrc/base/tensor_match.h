@@ -10,6 +10,7 @@
 // "_" matches anything. Throws Error naming the tensor, the expectation and what came.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <initializer_list>
 #include <string>
@@ -63,6 +64,11 @@ class MatchTensor {
     inner_ = true;
     return *this;
   }
+  // No two elements share memory, as those of an expanded tensor do: for outputs with free strides.
+  MatchTensor& Disjoint() {
+    disjoint_ = true;
+    return *this;
+  }
   MatchTensor& On(Device device) {
     device_ = device;
     return *this;
@@ -89,9 +95,31 @@ class MatchTensor {
     KV_CHECK(!contiguous_ || t.contiguous()) << name << ": expected a contiguous tensor";
     KV_CHECK(!inner_ || t.ndim == 0 || t.stride[t.ndim - 1] == 1 || t.shape[t.ndim - 1] <= 1)
         << name << ": expected a dense last dimension";
+    KV_CHECK(!disjoint_ || IsDisjoint(t))
+        << name << ": expected a tensor whose elements share no memory, got shape "
+        << t.ShapeString() << " with strides " << StrideString(t);
   }
 
  private:
+  // Every dimension steps over all that the dimensions with smaller steps reach.
+  static bool IsDisjoint(const TensorView& t) {
+    if (t.numel() == 0) return true;
+    std::vector<std::pair<int64_t, int64_t>> steps;  // stride, size
+    for (int i = 0; i < t.ndim; ++i)
+      if (t.shape[i] > 1) steps.emplace_back(std::abs(t.stride[i]), t.shape[i]);
+    std::sort(steps.begin(), steps.end());
+    int64_t reach = 0;
+    for (const auto& [stride, size] : steps) {
+      if (stride <= reach) return false;
+      reach += stride * (size - 1);
+    }
+    return true;
+  }
+  static std::string StrideString(const TensorView& t) {
+    std::string s = "[";
+    for (int i = 0; i < t.ndim; ++i) s += (i ? ", " : "") + std::to_string(t.stride[i]);
+    return s + "]";
+  }
   std::string Expected(const Dims& dims) const {
     std::string s = "[";
     for (size_t i = 0; i < dims_.size(); ++i) {
@@ -111,7 +139,7 @@ class MatchTensor {
 
   std::vector<std::string> dims_;
   std::vector<kvcore::DType> dtypes_;
-  bool contiguous_ = false, inner_ = false;
+  bool contiguous_ = false, inner_ = false, disjoint_ = false;
   Device device_ = Device::kCpu;
 };
 

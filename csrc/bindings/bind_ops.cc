@@ -30,6 +30,7 @@ void AppendKv(const BoundStore& s, int64_t layer, const TensorArg<"key">& key,
   p.query = query;
   p.batch = {rows, cu_tokens};
   p.layer = layer;
+  s.store.CheckAppend(p.batch, layer);
   OpsOf(s).append_kv(s.store.view(), p, stream);
 }
 
@@ -66,7 +67,7 @@ void BuildRkvState(const BoundStore& s, const TensorArg<"rows">& rows,
 
 void ScoreRkv(const BoundStore& s, const TensorArg<"rows">& rows, const TensorArg<"score">& score,
               const TensorArg<"scratch">& scratch, int64_t protect, int64_t kernel, float mix,
-              float threshold, bool pool_first, Stream stream) {
+              float threshold, bool pool_first, Stream stream, std::optional<float> scale) {
   ScoreRkvParams p;
   p.rows = rows;
   p.score = score;
@@ -76,6 +77,7 @@ void ScoreRkv(const BoundStore& s, const TensorArg<"rows">& rows, const TensorAr
   p.mix = mix;
   p.threshold = threshold;
   p.pool_first = pool_first;
+  p.scale = scale;
   OpsOf(s).score_rkv(s.store.view(), p, stream);
 }
 
@@ -100,11 +102,12 @@ void ScoreKeys(const BoundStore& s, const TensorArg<"rows">& rows, const TensorA
 }
 
 void ScoreTova(const BoundStore& s, const TensorArg<"rows">& rows, const TensorArg<"score">& score,
-               int64_t protect, Stream stream) {
+               int64_t protect, Stream stream, std::optional<float> scale) {
   ScoreTovaParams p;
   p.rows = rows;
   p.score = score;
   p.protect = protect;
+  p.scale = scale;
   OpsOf(s).score_tova(s.store.view(), p, stream);
 }
 
@@ -183,7 +186,8 @@ void BindOps(py::module_& m) {
       py::arg("store"));
   m.def("score_rkv", &ScoreRkv, py::arg("store"), py::arg("rows"), py::arg("score"),
         py::arg("scratch"), py::arg("protect"), py::arg("kernel"), py::arg("mix"),
-        py::arg("threshold"), py::arg("pool_first") = false, py::arg("stream") = 0, NoGil());
+        py::arg("threshold"), py::arg("pool_first") = false, py::arg("stream") = 0,
+        py::arg("scale") = py::none(), NoGil());
   m.def(
       "score_rkv_scratch_bytes",
       [](const BoundStore& s, int64_t max_slots) {
@@ -195,7 +199,7 @@ void BindOps(py::module_& m) {
   m.def("score_keys", &ScoreKeys, py::arg("store"), py::arg("rows"), py::arg("score"),
         py::arg("kind"), py::arg("protect"), py::arg("stream") = 0, NoGil());
   m.def("score_tova", &ScoreTova, py::arg("store"), py::arg("rows"), py::arg("score"),
-        py::arg("protect"), py::arg("stream") = 0, NoGil());
+        py::arg("protect"), py::arg("stream") = 0, py::arg("scale") = py::none(), NoGil());
   m.def("select_slots", &SelectSlots, py::arg("store"), py::arg("rows"), py::arg("score"),
         py::arg("keep"), py::arg("drop"), py::arg("drop_count"), py::arg("stream") = 0, NoGil());
   m.def("copy_blocks", &CopyBlocks, py::arg("store"), py::arg("src"), py::arg("dst"),

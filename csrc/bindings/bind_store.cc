@@ -22,7 +22,8 @@ BoundStore MakeStore(const py::object& key_blocks, const py::object& value_block
                      const py::object& lane_len, const py::object& seq_len,
                      const py::object& query_ring, int64_t head_dim, const py::object& replace,
                      const py::object& lane_state, int64_t state_slots,
-                     const py::object& attention_stats, const py::object& stats_start) {
+                     const py::object& attention_stats, const py::object& stats_start,
+                     const py::object& not_finite) {
   KvCacheView view;
   view.key_blocks = ViewOfTensor(key_blocks.ptr(), "key_blocks");
   view.value_blocks = ViewOfTensor(value_blocks.ptr(), "value_blocks");
@@ -37,10 +38,11 @@ BoundStore MakeStore(const py::object& key_blocks, const py::object& value_block
     view.attention_stats = ViewOfTensor(attention_stats.ptr(), "attention_stats");
     view.stats_start = ViewOfTensor(stats_start.ptr(), "stats_start");
   }
+  if (!not_finite.is_none()) view.not_finite = ViewOfTensor(not_finite.ptr(), "not_finite");
   view.state_slots = state_slots;
   view.head_dim = head_dim;
   return {{key_blocks, value_blocks, position, block_table, lane_len, seq_len, query_ring, replace,
-           lane_state, attention_stats, stats_start},
+           lane_state, attention_stats, stats_start, not_finite},
           KvStore(view)};
 }
 
@@ -59,7 +61,8 @@ void BindStore(py::module_& m) {
            py::arg("position"), py::arg("block_table"), py::arg("lane_len"), py::arg("seq_len"),
            py::arg("query_ring") = py::none(), py::arg("head_dim"), py::arg("replace") = py::none(),
            py::arg("lane_state") = py::none(), py::arg("state_slots") = 0,
-           py::arg("attention_stats") = py::none(), py::arg("stats_start") = py::none())
+           py::arg("attention_stats") = py::none(), py::arg("stats_start") = py::none(),
+           py::arg("not_finite") = py::none())
       .def("create", [](BoundStore& s) { return s.store.Create(); })
       .def(
           "release", [](BoundStore& s, SeqId seq) { s.store.Release(seq); }, py::arg("seq"))
@@ -81,6 +84,12 @@ void BindStore(py::module_& m) {
       .def(
           "truncate", [](BoundStore& s, SeqId seq, int64_t count) { s.store.Truncate(seq, count); },
           py::arg("seq"), py::arg("count"), NoGil())
+      .def(
+          "undoable", [](const BoundStore& s, SeqId seq) { return s.store.Undoable(seq); },
+          py::arg("seq"))
+      .def(
+          "forget_replace", [](BoundStore& s, SeqId seq) { s.store.ForgetReplace(seq); },
+          py::arg("seq"))
       .def(
           "fork",
           [](BoundStore& s, SeqId parent, int64_t count, bool copy, Stream stream) {

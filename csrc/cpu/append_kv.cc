@@ -30,6 +30,43 @@ void ReadKey(const void* block, int64_t slot, int64_t head_dim, void* to) {
     std::memcpy(dst + i * static_cast<int64_t>(sizeof(Pair)), src + i * kBlockSlots, sizeof(Pair));
 }
 
+// Whether all numbers of a row are finite: no exponent is all ones.
+template <typename Bits>
+bool IsFinite(const void* row, int64_t count, Bits exponent) {
+  const char* at = static_cast<const char*>(row);
+  Bits bad = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    Bits x;
+    std::memcpy(&x, at + i * static_cast<int64_t>(sizeof(Bits)), sizeof(Bits));
+    bad = static_cast<Bits>(bad | ((x & exponent) == exponent));
+  }
+  return bad == 0;
+}
+
+// What stands for a row that is not finite: kMaxHeadDim times the type's quiet NaN.
+class FiniteRows {
+ public:
+  explicit FiniteRows(DType dtype) : dtype_(dtype) {
+    if (dtype == DType::kF32)
+      std::fill_n(reinterpret_cast<uint32_t*>(nan_), kMaxHeadDim, 0x7fc00000u);
+    else
+      std::fill_n(reinterpret_cast<uint16_t*>(nan_), kMaxHeadDim,
+                  static_cast<uint16_t>(dtype == DType::kBF16 ? 0x7fc0 : 0x7e00));
+  }
+  // The row, or NaN throughout where it is not finite, which is then noted in `finite`.
+  const char* Checked(const char* row, int64_t head_dim, bool* finite) const {
+    const bool good = dtype_ == DType::kF32    ? IsFinite<uint32_t>(row, head_dim, 0x7f800000u)
+                      : dtype_ == DType::kBF16 ? IsFinite<uint16_t>(row, head_dim, 0x7f80)
+                                               : IsFinite<uint16_t>(row, head_dim, 0x7c00);
+    *finite &= good;
+    return good ? row : nan_;
+  }
+
+ private:
+  DType dtype_;
+  alignas(8) char nan_[kMaxHeadDim * 4];
+};
+
 const char* RowOf(const TensorView& t, int64_t token, int64_t head) {
   return t.ptr<char>() + (token * t.stride[0] + head * t.stride[1]) * DTypeBytes(t.dtype);
 }
@@ -81,21 +118,25 @@ void CheckParams(const KvCacheView& view, const AppendKvParams& p) {
   }
 }
 
-void WriteQueries(const KvCacheView& view, const AppendKvParams& p) {
+void WriteQueries(const KvCacheView& view, const AppendKvParams& p, const FiniteRows& check) {
   const int64_t q_heads = view.query_ring.shape[2], window = view.window();
   const int64_t row_bytes = view.head_dim * DTypeBytes(view.dtype());
   const int32_t* rows = p.batch.rows.ptr<int32_t>();
   const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
   for (int64_t s = 0; s < p.batch.rows.shape[0]; ++s) {
     const int64_t total = view.seq_len.ptr<int32_t>()[rows[s]];
-    for (int64_t token = std::max<int64_t>(cu[s], cu[s + 1] - window); token < cu[s + 1]; ++token) {
-      const int64_t at = (total - cu[s + 1] + token) % window;
+    for (int64_t token = cu[s]; token < cu[s + 1]; ++token) {
+      const int64_t position = total - cu[s + 1] + token;
+      bool finite = true;
       for (int64_t h = 0; h < q_heads; ++h) {
+        const char* query = check.Checked(RowOf(p.query, token, h), view.head_dim, &finite);
+        if (token < cu[s + 1] - window) continue;
         const int64_t ring_row =
-            ((rows[s] * view.num_layers() + p.layer) * q_heads + h) * window + at;
-        std::memcpy(view.query_ring.ptr<char>() + ring_row * row_bytes, RowOf(p.query, token, h),
+            ((rows[s] * view.num_layers() + p.layer) * q_heads + h) * window + position % window;
+        std::memcpy(view.query_ring.ptr<char>() + ring_row * row_bytes, query,
                     static_cast<size_t>(row_bytes));
       }
+      if (!finite) NoteNotFinite(view, rows[s], position);
     }
   }
 }
@@ -115,6 +156,7 @@ void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream) {
   const int64_t channels = view.stats_channels();
   const int32_t* rows = p.batch.rows.ptr<int32_t>();
   const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
+  const FiniteRows check(view.dtype());
   const int64_t grain = std::max<int64_t>(1, seqs * kMinRangeElements / (tokens * head_dim));
   ParallelFor(seqs * heads, grain, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
@@ -132,11 +174,14 @@ void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream) {
       for (int64_t t = 0; t < count; ++t) {
         const int64_t slot = (first_slot + t) % kBlockSlots;
         const int64_t block = table[(first_slot + t) / kBlockSlots];
-        write_key(RowOf(p.key, cu[s] + t, head), view.key_blocks.ptr<char>() + block * block_bytes,
-                  slot, head_dim);
+        bool finite = true;
+        const char* key = check.Checked(RowOf(p.key, cu[s] + t, head), head_dim, &finite);
+        const char* value = check.Checked(RowOf(p.value, cu[s] + t, head), head_dim, &finite);
+        if (!finite) NoteNotFinite(view, rows[s], first_position + t);
+        write_key(key, view.key_blocks.ptr<char>() + block * block_bytes, slot, head_dim);
         std::memcpy(view.value_blocks.ptr<char>() + block * block_bytes +
                         RowMajorOffset(slot, 0, head_dim) * element,
-                    RowOf(p.value, cu[s] + t, head), static_cast<size_t>(head_dim * element));
+                    value, static_cast<size_t>(head_dim * element));
         view.position.ptr<int32_t>()[block * kBlockSlots + slot] =
             static_cast<int32_t>(first_position + t);
         for (int64_t c = 0; c < channels; ++c)
@@ -145,7 +190,7 @@ void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream) {
       }
     }
   });
-  if (!view.query_ring.empty()) WriteQueries(view, p);
+  if (!view.query_ring.empty()) WriteQueries(view, p, check);
 }
 
 }  // namespace kvcore

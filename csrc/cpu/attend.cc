@@ -1,6 +1,7 @@
 #include "ops/attend.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "base/parallel.h"
@@ -8,6 +9,7 @@
 #include "cpu/check_lanes.h"
 #include "cpu/cpu_ops.h"
 #include "cpu/rkv_checks.h"
+#include "cpu/scratch.h"
 
 namespace kvcore {
 namespace {
@@ -16,11 +18,14 @@ constexpr int64_t kAlign = 64;
 // A range handed to a thread is worth at least this many multiply-adds (some microseconds).
 constexpr int64_t kMinRangeWork = 200'000;
 constexpr int64_t kRangesPerThread = 8;
+// With more tiles than this for each thread there is nothing to gain from sharing one.
+constexpr int64_t kTilesPerThread = 2;
+// Parts of shared tiles that scratch has room for: of the longest lane, and these for each thread.
+constexpr int64_t kPartsPerThread = 4;
 
-int64_t TileBytes(int64_t head_dim) {
-  const int64_t bytes = AttendTileScratchFloats(head_dim) * static_cast<int64_t>(sizeof(float));
-  return (bytes + kAlign - 1) / kAlign * kAlign;
-}
+int64_t Aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+int64_t TileBytes(int64_t head_dim) { return Aligned(4 * AttendTileScratchFloats(head_dim)); }
+int64_t SplitsFor(int64_t slots) { return (slots + kAttendSplit - 1) / kAttendSplit; }
 
 // What a thread needs to observe a lane: products of rows with slots, and for the fused R-KV pass
 // the state's own scratch.
@@ -40,8 +45,23 @@ struct ObservedScratch {
       rows = kAttendTileRows;
     }
     kept_bytes = 4 * stride * rows;
-    bytes = (kept_bytes + own_bytes + kAlign - 1) / kAlign * kAlign;
+    bytes = Aligned(kept_bytes + own_bytes);
   }
+};
+
+// Scratch: parts of shared tiles, then a piece for each thread.
+struct Layout {
+  ObservedScratch observed;
+  int64_t tile_bytes, part_bytes, longest_parts, fixed, per_thread;
+
+  explicit Layout(const KvCacheView& view) : observed(view) {
+    tile_bytes = TileBytes(view.head_dim);
+    part_bytes = 4 * AttendPartialFloats(view.head_dim);
+    longest_parts = SplitsFor(view.max_blocks() * kBlockSlots);
+    fixed = kAlign + longest_parts * part_bytes;
+    per_thread = tile_bytes + observed.bytes + kPartsPerThread * part_bytes;
+  }
+  int64_t NumParts(int threads) const { return longest_parts + kPartsPerThread * threads; }
 };
 
 bool IsObserved(const KvCacheView& view, const AttendParams& p, int64_t lane, int64_t count) {
@@ -65,6 +85,7 @@ struct Plan {
     const int64_t tiles_per_head = (first_tile[seq + 1] - first_tile[seq]) / kv_heads;
     return first_tile[seq] + lane % kv_heads * tiles_per_head;
   }
+  int64_t num_tiles() const { return first_tile.back(); }
   Place Locate(int64_t i) const {
     const auto next = std::upper_bound(first_tile.begin(), first_tile.end(), i);
     const int64_t tiles_per_head = (next[0] - next[-1]) / kv_heads, local = i - next[-1];
@@ -96,6 +117,7 @@ Plan MakePlan(const KvCacheView& view, const AttendParams& p, int64_t group) {
 void CheckObserved(const KvCacheView& view, const AttendParams& p, int64_t group) {
   KV_CHECK(!view.lane_state.empty()) << "observe_rkv: the cache keeps no lane_state";
   CheckRkvSettings(view, p.rkv);
+  CheckScale(p.scale);
   KV_CHECK(group <= kAttendTileRows) << "observe_rkv: expected at most " << kAttendTileRows
                                      << " query heads per kv head, got " << group;
   const int32_t* rows = p.batch.rows.ptr<int32_t>();
@@ -113,10 +135,214 @@ void CheckObserved(const KvCacheView& view, const AttendParams& p, int64_t group
     }
 }
 
+// Runs the tiles of one call.
+class Runner {
+ public:
+  Runner(const KvCacheView& view, const AttendParams& p, const Plan& plan, int64_t group,
+         int threads)
+      : view_(view), p_(p), plan_(plan), group_(group), threads_(threads), layout_(view) {
+    const AttendKernels& kernels = KV_ISA_TABLE(kAttendKernels);
+    const auto of_type = [&](const AttendKernelsOfTypes& k) {
+      return view.dtype() == DType::kF32 ? k.f32 : view.dtype() == DType::kBF16 ? k.bf16 : k.f16;
+    };
+    run_ = of_type(p.accumulate ? kernels.stats : kernels.plain);
+    run_observed_ = of_type(p.rkv.mix < 1 ? kernels.rkv : kernels.ring);
+    const auto unaligned = reinterpret_cast<uintptr_t>(p.scratch.data);
+    parts_ = reinterpret_cast<char*>((unaligned + kAlign - 1) / kAlign * kAlign);
+    threads_scratch_ = parts_ + layout_.NumParts(threads) * layout_.part_bytes;
+  }
+
+  void Run() {
+    const int64_t num_tiles = plan_.num_tiles();
+    // Ranges large enough to pay for handing them out, small enough to even out the threads.
+    const int64_t grain = threads_ == 1
+                              ? num_tiles
+                              : std::max<int64_t>({1, num_tiles * kMinRangeWork / (plan_.work + 1),
+                                                   num_tiles / (threads_ * kRangesPerThread)});
+    const auto run_tiles = [this](int64_t begin, int64_t end, int thread_id) {
+      for (int64_t i = begin; i < end; ++i) RunTile(i, i + 1 < end, thread_id);
+    };
+    if (p_.accumulate) {
+      // A lane's tokens add to the same slots: one thread takes them, in their order.
+      const int64_t lanes = p_.batch.rows.shape[0] * view_.num_kv_heads();
+      ParallelFor(lanes, std::max<int64_t>(1, grain * lanes / num_tiles), threads_,
+                  [&](int64_t begin, int64_t end, int thread_id) {
+                    run_tiles(plan_.FirstOfLane(begin), plan_.FirstOfLane(end), thread_id);
+                  });
+    } else if (threads_ > 1 && num_tiles < kTilesPerThread * threads_) {
+      RunShared();
+    } else {
+      ParallelFor(num_tiles, grain, threads_, run_tiles);
+    }
+  }
+
+ private:
+  struct Task {
+    int64_t tile, split, num_splits;
+    char* parts;  // null: the whole tile
+  };
+
+  // Few tiles: those of long lanes with few rows are cut into their splits, so that all threads
+  // have work.
+  void RunShared() {
+    std::vector<Task> tasks, merges;
+    const auto run = [this](std::vector<Task>* list) {
+      ParallelFor(static_cast<int64_t>(list->size()), 1, threads_,
+                  [&](int64_t begin, int64_t end, int thread_id) {
+                    for (int64_t i = begin; i < end; ++i)
+                      RunTask((*list)[static_cast<size_t>(i)], thread_id);
+                  });
+      list->clear();
+    };
+    int64_t parts = 0;
+    for (int64_t i = 0; i < plan_.num_tiles(); ++i) {
+      const int64_t splits = SplitsToShare(i);
+      if (splits < 2) {
+        tasks.push_back({i, 0, 1, nullptr});
+        continue;
+      }
+      if (parts + splits > layout_.NumParts(threads_)) {
+        run(&tasks);
+        run(&merges);
+        parts = 0;
+      }
+      char* const at = parts_ + parts * layout_.part_bytes;
+      for (int64_t split = 0; split < splits; ++split) tasks.push_back({i, split, splits, at});
+      merges.push_back({i, splits, splits, at});
+      parts += splits;
+    }
+    run(&tasks);
+    run(&merges);
+  }
+
+  // Splits of a tile that several threads may do; 1 where one has to do all.
+  int64_t SplitsToShare(int64_t i) const {
+    const Place at = plan_.Locate(i);
+    const AttendTile tile = MakeTile(at);
+    if (tile.num_rows > kAttendSharedRows || IsObserved(view_, p_, Lane(at), Count(at))) return 1;
+    return SplitsFor(tile.limit + (tile.first_row + tile.num_rows - 1) / group_);
+  }
+
+  int64_t Count(const Place& at) const {
+    const int32_t* cu = p_.batch.cu_tokens.ptr<int32_t>();
+    return cu[at.seq + 1] - cu[at.seq];
+  }
+  int64_t Row(const Place& at) const { return p_.batch.rows.ptr<int32_t>()[at.seq]; }
+  int64_t Lane(const Place& at) const { return view_.LaneId(Row(at), p_.layer, at.head); }
+
+  // The tile without a thread's scratch.
+  AttendTile MakeTile(const Place& at) const {
+    const int64_t element = DTypeBytes(view_.dtype()), count = Count(at), lane = Lane(at);
+    AttendTile tile = {};
+    tile.key_blocks = view_.key_blocks.data;
+    tile.value_blocks = view_.value_blocks.data;
+    tile.head_dim = view_.head_dim;
+    tile.query_token = p_.query.stride[0];
+    tile.query_head = p_.query.stride[1];
+    tile.out_token = p_.out.stride[0];
+    tile.out_head = p_.out.stride[1];
+    tile.lse_token = p_.lse.stride[0];
+    tile.lse_head = p_.lse.stride[1];
+    tile.group = group_;
+    tile.scale = p_.scale;
+    tile.kept_stride = layout_.observed.stride;
+    tile.stats = view_.attention_stats.ptr<float>();
+    tile.stats_channels = view_.stats_channels();
+    tile.table = view_.block_table.ptr<int32_t>() + lane * view_.max_blocks();
+    tile.limit = view_.lane_len.ptr<int32_t>()[lane] - count + 1;
+    tile.first_row = at.tile * kAttendTileRows;
+    tile.num_rows = std::min<int64_t>(kAttendTileRows, count * group_ - tile.first_row);
+    const int64_t token = p_.batch.cu_tokens.ptr<int32_t>()[at.seq], q_head = at.head * group_;
+    tile.query =
+        p_.query.ptr<char>() + (token * tile.query_token + q_head * tile.query_head) * element;
+    tile.out = p_.out.ptr<char>() + (token * tile.out_token + q_head * tile.out_head) * element;
+    tile.lse = p_.lse.empty()
+                   ? nullptr
+                   : p_.lse.ptr<float>() + token * tile.lse_token + q_head * tile.lse_head;
+    return tile;
+  }
+
+  char* ThreadScratch(int thread_id) const {
+    return threads_scratch_ + thread_id * (layout_.tile_bytes + layout_.observed.bytes);
+  }
+
+  void RunTask(const Task& task, int thread_id) const {
+    if (task.parts == nullptr) return RunTile(task.tile, false, thread_id);
+    const Place at = plan_.Locate(task.tile);
+    AttendTile tile = MakeTile(at);
+    tile.partials = reinterpret_cast<float*>(task.parts);
+    tile.split = task.split;
+    tile.num_splits = task.num_splits;
+    tile.scratch = reinterpret_cast<float*>(ThreadScratch(thread_id));
+    Call(run_, at, &tile);
+  }
+
+  // `goes_on`: the thread takes the next tile after this one.
+  void RunTile(int64_t i, bool goes_on, int thread_id) const {
+    const Place at = plan_.Locate(i);
+    const int64_t lane = Lane(at);
+    AttendTile tile = MakeTile(at);
+    if (goes_on) {
+      const int64_t next_lane = Lane(plan_.Locate(i + 1));
+      tile.next_table = view_.block_table.ptr<int32_t>() + next_lane * view_.max_blocks();
+      tile.next_blocks =
+          next_lane == lane ? 0 : BlocksFor(view_.lane_len.ptr<int32_t>()[next_lane]);
+    }
+    char* const scratch = ThreadScratch(thread_id);
+    tile.scratch = reinterpret_cast<float*>(scratch);
+    tile.kept = reinterpret_cast<float*>(scratch + layout_.tile_bytes);
+    if (!IsObserved(view_, p_, lane, Count(at))) return Call(run_, at, &tile);
+    RkvLane rkv;
+    const RkvStateLayout state = view_.StateLayout();
+    char* const lane_state = view_.lane_state.ptr<char>() + lane * state.bytes;
+    BindState(lane_state, state, &rkv);
+    rkv.key_blocks = tile.key_blocks;
+    rkv.table = tile.table;
+    rkv.head_dim = view_.head_dim;
+    rkv.len = view_.lane_len.ptr<int32_t>()[lane];
+    rkv.window = view_.window();
+    rkv.protect = p_.rkv.protect;
+    rkv.kernel = p_.rkv.kernel;
+    rkv.mix = p_.rkv.mix;
+    rkv.threshold = p_.rkv.threshold;
+    const int32_t seq_len = view_.seq_len.ptr<int32_t>()[Row(at)];
+    rkv.num_queries = std::min<int64_t>(rkv.window, seq_len);
+    rkv.scratch =
+        reinterpret_cast<float*>(reinterpret_cast<char*>(tile.kept) + layout_.observed.kept_bytes);
+    tile.rkv = &rkv;
+    tile.replaced_key = lane_state + state.replaced_key;
+    tile.position = seq_len - 1;
+    tile.elected = view_.replace.ptr<int32_t>() + lane;
+    Call(run_observed_, at, &tile);
+  }
+
+  // Runs a kernel and notes the position of the first token whose result is not finite.
+  void Call(void (*kernel)(const AttendTile&), const Place& at, AttendTile* tile) const {
+    int64_t bad_row = -1;
+    tile->bad_row = &bad_row;
+    kernel(*tile);
+    if (bad_row < 0) return;
+    const int64_t total = view_.seq_len.ptr<int32_t>()[Row(at)];
+    NoteNotFinite(view_, Row(at), std::max<int64_t>(0, total - Count(at) + bad_row / group_));
+  }
+
+  const KvCacheView& view_;
+  const AttendParams& p_;
+  const Plan& plan_;
+  const int64_t group_;
+  const int threads_;
+  const Layout layout_;
+  void (*run_)(const AttendTile&);
+  void (*run_observed_)(const AttendTile&);
+  char* parts_;
+  char* threads_scratch_;
+};
+
 }  // namespace
 
 int64_t AttendScratchBytes(const KvCacheView& view, int threads) {
-  return threads * (TileBytes(view.head_dim) + ObservedScratch(view).bytes) + kAlign;
+  const Layout layout(view);
+  return layout.fixed + threads * layout.per_thread;
 }
 
 void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
@@ -130,22 +356,20 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
   MatchTensor({"tokens", "q_heads", "head_dim"})
       .DType(view.dtype())
       .InnerContiguous()
+      .Disjoint()
       .Check(p.out, "out", &dims);
   if (!p.lse.empty())
-    MatchTensor({"tokens", "q_heads"}).DType(DType::kF32).Check(p.lse, "lse", &dims);
+    MatchTensor({"tokens", "q_heads"}).DType(DType::kF32).Disjoint().Check(p.lse, "lse", &dims);
   const int64_t tokens = p.query.shape[0], q_heads = p.query.shape[1];
   KV_CHECK(p.query.shape[2] == view.head_dim)
       << "query: expected head_dim " << view.head_dim << ", got " << p.query.ShapeString();
   KV_CHECK(view.num_kv_heads() > 0 && q_heads % view.num_kv_heads() == 0)
       << "query: expected a multiple of " << view.num_kv_heads() << " heads, got " << q_heads;
+  KV_CHECK(std::isfinite(p.scale)) << "scale: expected a finite number, got " << p.scale;
   CheckBatch(view, p.batch, tokens, &dims);
   if (tokens == 0 || q_heads == 0) return;
-  const int threads = NumThreads();
-  MatchTensor({"_"}).DType(DType::kU8).Contiguous().Check(p.scratch, "scratch", &dims);
-  const int64_t scratch_bytes = AttendScratchBytes(view, threads);
-  KV_CHECK(p.scratch.shape[0] >= scratch_bytes)
-      << "scratch: expected at least " << scratch_bytes << " bytes for " << threads
-      << " threads, got " << p.scratch.shape[0];
+  const Layout layout(view);
+  const int threads = ThreadsForScratch(p.scratch, layout.fixed, layout.per_thread);
   const int64_t group = q_heads / view.num_kv_heads();
   if (p.accumulate) {
     const int64_t channels = view.stats_channels();
@@ -156,107 +380,7 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
   KV_CHECK(!p.accumulate || !p.observe_rkv) << "accumulate: expected false with observe_rkv";
   if (p.observe_rkv) CheckObserved(view, p, group);
   const Plan plan = MakePlan(view, p, group);
-
-  const AttendKernels& kernels = KV_ISA_TABLE(kAttendKernels);
-  const auto of_type = [&](const AttendKernelsOfTypes& k) {
-    return view.dtype() == DType::kF32 ? k.f32 : view.dtype() == DType::kBF16 ? k.bf16 : k.f16;
-  };
-  const auto run = of_type(p.accumulate ? kernels.stats : kernels.plain);
-  const auto run_observed = of_type(p.rkv.mix < 1 ? kernels.rkv : kernels.ring);
-  const ObservedScratch observed(view);
-  const RkvStateLayout state = view.StateLayout();
-  const int64_t thread_bytes = TileBytes(view.head_dim) + observed.bytes;
-  const auto unaligned = reinterpret_cast<uintptr_t>(p.scratch.data);
-  char* const scratch = reinterpret_cast<char*>((unaligned + kAlign - 1) / kAlign * kAlign);
-  const int64_t element = DTypeBytes(view.dtype());
-  const int64_t num_tiles = plan.first_tile.back();
-  // Ranges large enough to pay for handing them out, small enough to even out the threads.
-  const int64_t grain = threads == 1
-                            ? num_tiles
-                            : std::max<int64_t>({1, num_tiles * kMinRangeWork / (plan.work + 1),
-                                                 num_tiles / (threads * kRangesPerThread)});
-
-  const auto run_tiles = [&](int64_t begin, int64_t end, int thread_id) {
-    AttendTile tile;
-    tile.key_blocks = view.key_blocks.data;
-    tile.value_blocks = view.value_blocks.data;
-    tile.head_dim = view.head_dim;
-    tile.query_token = p.query.stride[0];
-    tile.query_head = p.query.stride[1];
-    tile.out_token = p.out.stride[0];
-    tile.out_head = p.out.stride[1];
-    tile.lse_token = p.lse.stride[0];
-    tile.lse_head = p.lse.stride[1];
-    tile.group = group;
-    tile.scale = p.scale;
-    tile.scratch = reinterpret_cast<float*>(scratch + thread_id * thread_bytes);
-    RkvLane rkv;
-    char* const kept = scratch + thread_id * thread_bytes + TileBytes(view.head_dim);
-    tile.kept = reinterpret_cast<float*>(kept);
-    tile.kept_stride = observed.stride;
-    tile.rkv = &rkv;
-    tile.stats = view.attention_stats.ptr<float>();
-    tile.stats_channels = view.stats_channels();
-    const int32_t* rows = p.batch.rows.ptr<int32_t>();
-    const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
-    const int32_t* lane_len = view.lane_len.ptr<int32_t>();
-    const int32_t* tables = view.block_table.ptr<int32_t>();
-    for (int64_t i = begin; i < end; ++i) {
-      const Place at = plan.Locate(i);
-      const int64_t count = cu[at.seq + 1] - cu[at.seq];
-      const int64_t lane = view.LaneId(rows[at.seq], p.layer, at.head);
-      tile.table = tables + lane * view.max_blocks();
-      tile.next_blocks = 0;
-      if (i + 1 < end) {
-        const Place next = plan.Locate(i + 1);
-        const int64_t next_lane = view.LaneId(rows[next.seq], p.layer, next.head);
-        tile.next_table = tables + next_lane * view.max_blocks();
-        tile.next_blocks = next_lane == lane ? 0 : BlocksFor(lane_len[next_lane]);
-      }
-      tile.limit = lane_len[lane] - count + 1;
-      tile.first_row = at.tile * kAttendTileRows;
-      tile.num_rows = std::min<int64_t>(kAttendTileRows, count * group - tile.first_row);
-      const int64_t token = cu[at.seq], q_head = at.head * group;
-      tile.query =
-          p.query.ptr<char>() + (token * tile.query_token + q_head * tile.query_head) * element;
-      tile.out = p.out.ptr<char>() + (token * tile.out_token + q_head * tile.out_head) * element;
-      tile.lse = p.lse.empty()
-                     ? nullptr
-                     : p.lse.ptr<float>() + token * tile.lse_token + q_head * tile.lse_head;
-      if (!IsObserved(view, p, lane, count)) {
-        run(tile);
-        continue;
-      }
-      char* const lane_state = view.lane_state.ptr<char>() + lane * state.bytes;
-      BindState(lane_state, state, &rkv);
-      rkv.key_blocks = tile.key_blocks;
-      rkv.table = tile.table;
-      rkv.head_dim = view.head_dim;
-      rkv.len = lane_len[lane];
-      rkv.window = view.window();
-      rkv.protect = p.rkv.protect;
-      rkv.kernel = p.rkv.kernel;
-      rkv.mix = p.rkv.mix;
-      rkv.threshold = p.rkv.threshold;
-      const int32_t seq_len = view.seq_len.ptr<int32_t>()[rows[at.seq]];
-      rkv.num_queries = std::min<int64_t>(rkv.window, seq_len);
-      rkv.scratch = reinterpret_cast<float*>(kept + observed.kept_bytes);
-      tile.replaced_key = lane_state + state.replaced_key;
-      tile.position = seq_len - 1;
-      tile.elected = view.replace.ptr<int32_t>() + lane;
-      run_observed(tile);
-    }
-  };
-  if (!p.accumulate) {
-    ParallelFor(num_tiles, grain, run_tiles);
-    return;
-  }
-  // A lane's tokens add to the same slots: one thread takes them, in their order.
-  const int64_t lanes = p.batch.rows.shape[0] * view.num_kv_heads();
-  ParallelFor(lanes, std::max<int64_t>(1, grain * lanes / num_tiles),
-              [&](int64_t begin, int64_t end, int thread_id) {
-                run_tiles(plan.FirstOfLane(begin), plan.FirstOfLane(end), thread_id);
-              });
+  Runner(view, p, plan, group, threads).Run();
 }
 
 }  // namespace kvcore

@@ -16,6 +16,11 @@ inline constexpr int kAttendExtraRows = 2;
 // Floats between the query rows in scratch: fixed, so that one pointer and constant offsets reach
 // all of them, and no multiple of a page, so that they share the cache's sets evenly.
 inline constexpr int kAttendQueryStride = 256 + 16;
+// A row's softmax is taken over each split of this many slots on its own; these are put together in
+// order. Where splits begin depends on the slot alone, so results depend on nothing else.
+inline constexpr int64_t kAttendSplit = 1024;
+// Rows of a tile whose splits threads may share.
+inline constexpr int kAttendSharedRows = 16;
 
 // One tile: consecutive query rows that read one lane. Strides in elements; the innermost dimension
 // of query and out is dense. Slots past the row's limit are never used, whatever they hold.
@@ -37,7 +42,14 @@ struct AttendTile {
   int64_t num_rows;   // <= kAttendTileRows
   int64_t limit;      // token t sees slots [0, limit + t)
   float scale;
-  float* scratch;  // AttendTileScratchFloats, 64-byte aligned
+  float* scratch;    // AttendTileScratchFloats, 64-byte aligned
+  int64_t* bad_row;  // out: the first row whose result is not finite; left alone if there is none
+
+  // A lane of several splits may be shared by threads: one call for each of them leaves its part in
+  // `partials`, then one with split = num_splits makes the result, with the same bits as one call
+  // for all. Null: one call for all.
+  float* partials;  // [num_splits][AttendPartialFloats]; REQUIRES: num_rows <= kAttendSharedRows
+  int64_t split, num_splits;
 
   // What observers need. R-KV's tile is all rows of a single token.
   float* kept;  // [kRkvKeptRows or kAttendTileRows][kept_stride], 64-byte aligned
@@ -52,12 +64,19 @@ struct AttendTile {
 // Per slot: largest logit, products with the new and with the replaced key.
 inline constexpr int kRkvKeptRows = 3;
 
-// Queries, accumulators (both padded rows), scores of a row block, and a maximum, a sum and a
-// rescaling factor per row.
+// Accumulators (padded rows), a maximum and a sum per row.
+constexpr int64_t AttendStateFloats(int64_t rows, int64_t head_dim) {
+  return rows * (head_dim + 16) + 2 * rows;
+}
+constexpr int64_t AttendPartialFloats(int64_t head_dim) {
+  return AttendStateFloats(kAttendSharedRows, head_dim);
+}
+// Queries (padded rows), scores of a row block, a rescaling factor per row, and the state of all
+// splits so far and of one.
 constexpr int64_t AttendTileScratchFloats(int64_t head_dim) {
   return (kAttendTileRows + kAttendExtraRows) * kAttendQueryStride +
-         kAttendTileRows * (head_dim + 16) + (8 + kAttendExtraRows + 1) * (128 + 16) +
-         3 * kAttendTileRows;
+         (8 + kAttendExtraRows + 1) * (128 + 16) + kAttendTileRows +
+         2 * AttendStateFloats(kAttendTileRows, head_dim);
 }
 
 struct AttendKernelsOfTypes {

@@ -8,10 +8,12 @@
 #include "cpu/cpu_ops.h"
 #include "cpu/rkv_checks.h"
 #include "cpu/rkv_lane.h"
+#include "cpu/scratch.h"
 
 namespace kvcore {
 namespace {
 
+constexpr int64_t kAlign = 64;
 constexpr int kRows = 8;  // of products at a time, and of packed queries
 
 struct ThreadScratch {
@@ -32,13 +34,14 @@ struct ThreadScratch {
 
 int64_t BuildRkvStateScratchBytes(const KvCacheView& view, int threads) {
   KV_CHECK(!view.lane_state.empty()) << "build_rkv_state: the cache keeps no lane_state";
-  return 64 + threads * ThreadScratch(view).total();
+  return kAlign + threads * ThreadScratch(view).total();
 }
 
 void BuildRkvStateCpu(const KvCacheView& view, const BuildRkvStateParams& p, Stream) {
   view.Check();
   KV_CHECK(!view.lane_state.empty()) << "build_rkv_state: the cache keeps no lane_state";
   CheckRkvSettings(view, p.rkv);
+  CheckScale(p.scale);
   Dims dims;
   CheckRows(view, p.rows, &dims);
   const int64_t layers = view.num_layers(), heads = view.num_kv_heads();
@@ -59,12 +62,8 @@ void BuildRkvStateCpu(const KvCacheView& view, const BuildRkvStateParams& p, Str
         << "lane_len: expected at most " << view.state_slots << " slots in row " << row
         << ", layer " << layer << ", kv head " << head << ", got " << len;
   }
-  const int64_t scratch_bytes = BuildRkvStateScratchBytes(view, NumThreads());
-  MatchTensor({"bytes"}).DType(DType::kU8).Contiguous().Check(p.scratch, "scratch", &dims);
-  KV_CHECK(p.scratch.shape[0] >= scratch_bytes)
-      << "scratch: expected >= " << scratch_bytes << " bytes, got " << p.scratch.shape[0];
-
   const ThreadScratch sizes(view);
+  const int threads = ThreadsForScratch(p.scratch, kAlign, sizes.total());
   char* const scratch = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p.scratch.data) + 63) &
                                                 ~static_cast<uintptr_t>(63));
   const RkvKernels& kernels = KV_ISA_TABLE(kRkvKernels);
@@ -75,7 +74,7 @@ void BuildRkvStateCpu(const KvCacheView& view, const BuildRkvStateParams& p, Str
   const int64_t q_heads = view.query_ring.shape[2], window = view.window();
   const int64_t group = q_heads / heads, query_bytes = view.head_dim * DTypeBytes(view.dtype());
 
-  ParallelFor(lanes, 1, [&](int64_t begin, int64_t end, int thread_id) {
+  ParallelFor(lanes, 1, threads, [&](int64_t begin, int64_t end, int thread_id) {
     char* at = scratch + thread_id * sizes.total();
     auto* queries = reinterpret_cast<const void**>(at);
     for (int64_t i = begin; i < end; ++i) {

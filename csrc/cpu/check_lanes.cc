@@ -55,4 +55,15 @@ void CheckLane(const KvCacheView& view, int64_t row, int64_t layer, int64_t head
         << head << ": expected a block in [0, " << num_blocks << "), got " << table[b];
 }
 
+void NoteNotFinite(const KvCacheView& view, int64_t row, int64_t position) {
+  if (view.not_finite.empty()) return;
+  const auto wanted = static_cast<int32_t>(position + 1);
+  int32_t* const first = view.not_finite.ptr<int32_t>() + row;
+  int32_t known = __atomic_load_n(first, __ATOMIC_RELAXED);
+  while ((known == 0 || wanted < known) &&
+         !__atomic_compare_exchange_n(first, &known, wanted, /*weak=*/true, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED)) {
+  }
+}
+
 }  // namespace kvcore

@@ -19,4 +19,8 @@ void CheckLayer(const KvCacheView& view, int64_t layer);
 // The lane holds at least `min_len` slots and its table entries in use name blocks of the pool.
 void CheckLane(const KvCacheView& view, int64_t row, int64_t layer, int64_t head, int64_t min_len);
 
+// Keeps the smallest position of a row at which something was not finite, if the view has a place
+// for it. Safe to call from several threads.
+void NoteNotFinite(const KvCacheView& view, int64_t row, int64_t position);
+
 }  // namespace kvcore

@@ -9,12 +9,14 @@
 #include "base/rng.h"
 #include "cpu/cpu_ops.h"
 #include "cpu/sample_kernels.h"
+#include "cpu/scratch.h"
 
 namespace kvcore {
 namespace {
 
 // Without top-k the draw nearly always lands among this many largest logits.
 constexpr int64_t kFirstTry = 128;
+constexpr int64_t kAlign = 64;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 int64_t RoundUp64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -218,7 +220,7 @@ void CheckParams(const SampleTokensParams& p, Dims* dims) {
 }  // namespace
 
 int64_t SampleTokensScratchBytes(int64_t columns, int threads) {
-  return 64 + threads * ThreadScratchBytes(columns);
+  return kAlign + threads * ThreadScratchBytes(columns);
 }
 
 void SampleTokensCpu(const SampleTokensParams& p, Stream) {
@@ -226,15 +228,11 @@ void SampleTokensCpu(const SampleTokensParams& p, Stream) {
   CheckParams(p, &dims);
   const int64_t rows = dims["rows"], columns = dims["columns"];
   if (rows == 0) return;
-  const int64_t need = SampleTokensScratchBytes(columns, NumThreads());
-  MatchTensor({"bytes"}).DType(DType::kU8).Contiguous().Check(p.scratch, "scratch", &dims);
-  KV_CHECK(p.scratch.shape[0] >= need)
-      << "scratch: expected >= " << need << " bytes, got " << p.scratch.shape[0];
-
+  const int threads = ThreadsForScratch(p.scratch, kAlign, ThreadScratchBytes(columns));
   char* const scratch = reinterpret_cast<char*>(
       RoundUp64(static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.scratch.data))));
   const int64_t row_bytes = p.logits.stride[0] * DTypeBytes(p.logits.dtype);
-  ParallelFor(rows, 1, [&](int64_t begin, int64_t end, int thread_id) {
+  ParallelFor(rows, 1, threads, [&](int64_t begin, int64_t end, int thread_id) {
     RowSampler sampler(p.logits.dtype, p.vocab, columns,
                        scratch + thread_id * ThreadScratchBytes(columns));
     for (int64_t row = begin; row < end; ++row) {

@@ -20,7 +20,7 @@ struct ScoreLaneArgs {
   char* scratch;               // ScoreLaneScratchBytes, aligned to 64
   DType dtype;
   int64_t len, head_dim, group, num_queries, protect, kernel;
-  float mix, threshold;
+  float mix, threshold, scale;
   bool pool_first;
 };
 
@@ -28,7 +28,7 @@ struct ScoreLaneArgs {
 int64_t ScoreLaneScratchBytes(int64_t len, int64_t head_dim, int64_t group, int64_t num_queries);
 
 struct ScoreKernels {
-  // False when a score is not finite.
+  // False when a key or a query is not finite, or a score is not.
   bool (*score_lane)(const ScoreLaneArgs& args);
 };
 KV_DECLARE_ISA_TABLE(ScoreKernels, kScoreKernels)

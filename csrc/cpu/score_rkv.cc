@@ -6,7 +6,9 @@
 
 #include "base/parallel.h"
 #include "cpu/cpu_ops.h"
+#include "cpu/rkv_checks.h"
 #include "cpu/score_kernels.h"
+#include "cpu/scratch.h"
 #include "cpu/slot_scores.h"
 
 namespace kvcore {
@@ -22,6 +24,8 @@ int64_t ScoreLaneScratchBytes(int64_t len, int64_t head_dim, int64_t group, int6
 }
 
 namespace {
+
+constexpr int64_t kAlign = 64;
 
 // Per thread: sort keys, slot order and query pointers, then the kernel's scratch.
 struct ThreadScratch {
@@ -60,13 +64,14 @@ void CheckParams(const KvCacheView& view, const ScoreRkvParams& p) {
   KV_CHECK(p.mix >= 0 && p.mix <= 1) << "mix: expected a number in [0, 1], got " << p.mix;
   KV_CHECK(std::isfinite(p.threshold))
       << "threshold: expected a finite number, got " << p.threshold;
+  if (p.scale) CheckScale(*p.scale);
   KV_CHECK(view.window() >= 1) << "query_ring: expected a window of >= 1 queries, got none";
 }
 
 }  // namespace
 
 int64_t ScoreRkvScratchBytes(const KvCacheView& view, int64_t max_slots, int threads) {
-  return 64 + threads * ThreadScratch(view, max_slots).total();
+  return kAlign + threads * ThreadScratch(view, max_slots).total();
 }
 
 void ScoreRkvCpu(const KvCacheView& view, const ScoreRkvParams& p, Stream) {
@@ -76,22 +81,18 @@ void ScoreRkvCpu(const KvCacheView& view, const ScoreRkvParams& p, Stream) {
   const int64_t lanes = NumBatchLanes(view, p.rows);
   if (lanes == 0) return;
   CheckSeqLens(view, p.rows);
-  const int64_t scratch_bytes = ScoreRkvScratchBytes(view, longest, NumThreads());
-  Dims dims;
-  MatchTensor({"bytes"}).DType(DType::kU8).Contiguous().Check(p.scratch, "scratch", &dims);
-  KV_CHECK(p.scratch.shape[0] >= scratch_bytes)
-      << "scratch: expected >= " << scratch_bytes << " bytes, got " << p.scratch.shape[0];
-
   const ThreadScratch sizes(view, longest);
+  const int threads = ThreadsForScratch(p.scratch, kAlign, sizes.total());
   char* const scratch = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p.scratch.data) + 63) &
                                                 ~static_cast<uintptr_t>(63));
   const ScoreKernels& kernels = KV_ISA_TABLE(kScoreKernels);
   const int64_t q_heads = view.query_ring.shape[2], window = view.window();
   const int64_t group = q_heads / view.num_kv_heads();
   const int64_t slots = p.score.shape[3], query_bytes = view.head_dim * DTypeBytes(view.dtype());
+  const float scale = ScaleOr(p.scale, view.head_dim);
   FirstBadLane bad(lanes);
 
-  ParallelFor(lanes, 1, [&](int64_t begin, int64_t end, int thread_id) {
+  ParallelFor(lanes, 1, threads, [&](int64_t begin, int64_t end, int thread_id) {
     char* at = scratch + thread_id * sizes.total();
     auto* keys = reinterpret_cast<uint64_t*>(at);
     auto* order = reinterpret_cast<int32_t*>(at += sizes.keys_bytes);
@@ -132,6 +133,7 @@ void ScoreRkvCpu(const KvCacheView& view, const ScoreRkvParams& p, Stream) {
       args.kernel = p.kernel;
       args.mix = p.mix;
       args.threshold = p.threshold;
+      args.scale = scale;
       args.pool_first = p.pool_first;
       if (!kernels.score_lane(args)) bad.Add(index);
     }

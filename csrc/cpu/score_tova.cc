@@ -11,6 +11,7 @@
 #include "base/parallel.h"
 #include "cpu/cpu_ops.h"
 #include "cpu/lane_keys.h"
+#include "cpu/rkv_checks.h"
 #include "cpu/slot_scores.h"
 
 namespace kvcore {
@@ -18,7 +19,8 @@ namespace {
 
 // weight[s] = sum over the lane's query heads of their softmax. False, with zeroes, when some q.k
 // is not finite.
-bool GroupAttention(const KvCacheView& view, const BatchLane& lane, std::vector<double>* weight) {
+bool GroupAttention(const KvCacheView& view, const BatchLane& lane, double scale,
+                    std::vector<double>* weight) {
   thread_local std::vector<double> column, logits;  // grow to the longest lane, then stay
   const auto len = static_cast<size_t>(lane.len);
   const int64_t q_heads = view.query_ring.shape[2], window = view.window();
@@ -40,7 +42,6 @@ bool GroupAttention(const KvCacheView& view, const BatchLane& lane, std::vector<
   }
   for (double x : logits)
     if (!std::isfinite(x)) return false;
-  const double scale = 1.0 / std::sqrt(static_cast<double>(view.head_dim));
   for (int64_t g = 0; g < group; ++g) {
     double* logit = logits.data() + static_cast<size_t>(g) * len;
     const double top = *std::max_element(logit, logit + len);
@@ -71,11 +72,13 @@ void SumByPosition(std::vector<Received>* received) {
 void ScoreTovaCpu(const KvCacheView& view, const ScoreTovaParams& p, Stream) {
   view.Check();
   KV_CHECK(p.protect >= 0) << "protect: expected >= 0, got " << p.protect;
+  if (p.scale) CheckScale(*p.scale);
   KV_CHECK(view.window() >= 1) << "query_ring: expected a window of >= 1 queries, got none";
   CheckSlotScores(view, p.rows, p.score);
   CheckSeqLens(view, p.rows);
   const int64_t slots = p.score.shape[3], heads = view.num_kv_heads();
   const double each = 1.0 / static_cast<double>(view.query_ring.shape[2]);
+  const double scale = ScaleOr(p.scale, view.head_dim);
   FirstBadLane bad(NumBatchLanes(view, p.rows));
 
   ParallelFor(p.rows.shape[0] * view.num_layers(), 1, [&](int64_t begin, int64_t end, int) {
@@ -86,7 +89,7 @@ void ScoreTovaCpu(const KvCacheView& view, const ScoreTovaParams& p, Stream) {
       received.clear();
       for (int64_t index = item * heads; index < (item + 1) * heads; ++index) {
         const BatchLane lane(view, p.rows, index);
-        if (!GroupAttention(view, lane, &weight)) bad.Add(index);
+        if (!GroupAttention(view, lane, scale, &weight)) bad.Add(index);
         for (int64_t slot = 0; slot < lane.len; ++slot)
           received.emplace_back(lane.Position(view, slot), weight[static_cast<size_t>(slot)]);
       }

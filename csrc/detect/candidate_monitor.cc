@@ -100,14 +100,15 @@ void CandidateMonitor::Push(const TensorView& ids, const TensorView& tokens,
   }
 
   const int64_t num_due = static_cast<int64_t>(due_.size());
-  sizers_.resize(std::max<size_t>(sizers_.size(), std::max(NumThreads(), 1)));
+  const int threads = NumThreads();
+  sizers_.resize(std::max<size_t>(sizers_.size(), threads));
   const auto compress = [this](int64_t begin, int64_t end, int thread_id) {
     for (int64_t i = begin; i < end; ++i) {
       due_[i]->detector->TestWindow(due_[i]->text.bytes(), Sizer(thread_id));
     }
   };
   if (num_due >= kMinParallel) {
-    ParallelFor(num_due, 4, compress);
+    ParallelFor(num_due, 4, threads, compress);
   } else {
     compress(0, num_due, 0);
   }

@@ -23,8 +23,9 @@ struct DetectorConfig {
   // Repetition loops: gzip ratio below the threshold.
   bool gzip = true;
   double gzip_threshold = 0.18;
-  int gzip_window = 800;    // bytes
-  bool gzip_exact = false;  // compress at every token instead of skipping ahead
+  int gzip_window = 800;  // bytes
+  // Compress at every token instead of skipping ahead; windows above 800 bytes always do.
+  bool gzip_exact = false;
 
   // Exact loops, beyond the paper. With these values none of 8,678 human solutions to problems of
   // mathematics fires (docs/results/degenerate.md).

@@ -10,6 +10,9 @@ namespace kvcore {
 // lane_len - count(s) + i and has position seq_len - count(s) + i. A single token goes to its
 // lane's `replace` slot instead when there is one; lane_state then keeps the key that was there.
 // With a query ring, also stores the last min(window, count) queries of each sequence.
+// A key, value or stored query with a number that is not finite is stored as NaN throughout, so
+// that nothing computed from it is finite; the token's position, and that of any such query given,
+// enters not_finite.
 struct AppendKvParams {
   TensorView key;    // T [tokens, kv_heads, head_dim], last dim dense, other strides free
   TensorView value;  // T [tokens, kv_heads, head_dim]

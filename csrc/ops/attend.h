@@ -10,14 +10,18 @@ namespace kvcore {
 // token i of the c tokens that sequence s brings sees slots [0, lane_len - c + i + 1) of its lane.
 // Query head h reads kv head h / (q_heads / kv_heads). Accumulates in float; scale is applied after
 // the dot product. A token that sees no slot gets 0 and lse -inf. Decode is the case c = 1.
+// The result of a token whose query, or a key or value that it sees, is not finite is NaN in all
+// dims, and its position enters not_finite.
+// The same bits however tokens are batched and however many threads work.
 struct AttendParams {
   TensorView query;  // T   [tokens, q_heads, head_dim], last dim dense, other strides free
-  TensorView out;    // T   [tokens, q_heads, head_dim], out, last dim dense
+  TensorView out;    // T   [tokens, q_heads, head_dim], out, last dim dense; no two elements, here
+                     //     and in lse, share memory
   TensorView lse;    // f32 [tokens, q_heads], out, natural log of the softmax denominator; optional
   TensorView scratch;  // u8 [>= AttendScratchBytes]
   RaggedBatch batch;
   int64_t layer = 0;
-  float scale = 1.0f;
+  float scale = 1.0f;  // finite; > 0 with observe_rkv
   // Every token's attention enters `attention_stats` of the slots it sees. One channel: the sum of
   // the mean over the query heads of a kv head. At least 3 * group channels, for query head g of
   // the group: c = g the largest share that a token gave the slot, c = group + g the smallest, c =

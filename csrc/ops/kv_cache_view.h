@@ -28,6 +28,8 @@ struct KvCacheView {
   TensorView stats_start;      // f32 [channels], what an appended slot begins with
   TensorView lane_state;  // u8  [rows, layers, kv_heads, bytes] or empty: what the fused R-KV pass
                           //     keeps of lanes with replace >= 0; layout of rkv_state.h
+  TensorView not_finite;  // i32 [rows] or empty: 1 + the smallest position at which append_kv was
+                          //     given, or attend has found, something not finite; 0 = none
   int64_t state_slots = 0;  // longest lane that lane_state can describe
   int64_t head_dim = 0;
 
@@ -87,6 +89,8 @@ struct KvCacheView {
           << dims["kv_heads"] << " kv heads";
       KV_CHECK(dims["head_dim"] == head_dim) << "query_ring: head_dim " << dims["head_dim"];
     }
+    if (!not_finite.empty())
+      MatchTensor({"rows"}).DType(DType::kI32).Contiguous().Check(not_finite, "not_finite", &dims);
     if (!replace.empty())
       MatchTensor({"rows", "layers", "kv_heads"})
           .DType(DType::kI32)

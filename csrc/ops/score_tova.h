@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "ops/kv_cache_view.h"
 
@@ -8,7 +9,7 @@ namespace kvcore {
 
 // What the newest query of a row attends to, for every live slot of the given rows, all layers and
 // kv heads; higher = keep.
-//   p[g, s] = softmax over the live slots of the lane of query head g of q_g.k_s / sqrt(head_dim)
+//   p[g, s] = softmax over the live slots of the lane of query head g of scale * q_g.k_s
 //   score   = (1 / q_heads) * sum over all query heads g of the layer of p[g, s'], where s' holds
 //             the same position in the lane of g (0 where that lane no longer holds it)
 //           = +inf for the `protect` slots of newest position, -inf for s >= lane_len
@@ -20,6 +21,7 @@ struct ScoreTovaParams {
   TensorView rows;   // i32 [seqs]
   TensorView score;  // f32 [seqs, layers, kv_heads, slots], out; slots >= every lane_len
   int64_t protect = 8;
+  std::optional<float> scale;  // of the attention, > 0; 1 / sqrt(head_dim) when not given
 };
 
 }  // namespace kvcore

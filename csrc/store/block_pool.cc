@@ -1,6 +1,7 @@
 #include "store/block_pool.h"
 
 #include <limits>
+#include <utility>
 
 #include "base/check.h"
 
@@ -50,6 +51,20 @@ void BlockPool::CheckIntegrity(const std::vector<int32_t>& references) const {
         << "block " << block << " has " << ref_count_[block] << " owners and is "
         << (is_free[block] ? "free" : "not free");
   }
+}
+
+ReservedBlocks::ReservedBlocks(BlockPool* pool, int64_t count) : pool_(pool) {
+  KV_ICHECK(count >= 0 && count <= pool->num_free()) << count << " blocks";
+  ids_.resize(count);
+  for (int32_t& id : ids_) id = pool_->Allocate();
+}
+
+ReservedBlocks::~ReservedBlocks() {
+  for (auto id = ids_.rbegin(); id != ids_.rend(); ++id) pool_->Release(*id);
+}
+
+void ReservedBlocks::Swap(const std::vector<int32_t*>& entries) {
+  for (size_t i = 0; i < ids_.size(); ++i) std::swap(ids_[i], *entries[i]);
 }
 
 }  // namespace kvcore

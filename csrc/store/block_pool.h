@@ -33,4 +33,28 @@ class BlockPool {
   std::vector<int32_t> free_;  // stack: the block freed last is the warmest
 };
 
+// One reference to each of some blocks, given back at the end of its life: what a change takes from
+// a pool before anything that may throw, so that a change that does not happen leaves the pool as
+// it was, to the order of its free blocks.
+class ReservedBlocks {
+ public:
+  // Takes `count` free blocks. REQUIRES: 0 <= count <= pool->num_free(); the pool outlives this.
+  ReservedBlocks(BlockPool* pool, int64_t count);
+  ~ReservedBlocks();
+  ReservedBlocks(const ReservedBlocks&) = delete;
+  ReservedBlocks& operator=(const ReservedBlocks&) = delete;
+
+  const std::vector<int32_t>& ids() const { return ids_; }
+  // Exchanges references with table entries: each gets the block at its index, which was reserved,
+  // and what it named is given back instead, unless it is swapped again.
+  // REQUIRES: entries.size() == ids().size(). Never throws.
+  void Swap(const std::vector<int32_t*>& entries);
+  // The references have other owners from now on.
+  void Disown() { ids_.clear(); }
+
+ private:
+  BlockPool* pool_;
+  std::vector<int32_t> ids_;
+};
+
 }  // namespace kvcore

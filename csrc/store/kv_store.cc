@@ -31,19 +31,23 @@ int64_t NewBlocks(const int32_t* lens, int64_t num_lanes, int32_t count) {
 
 }  // namespace
 
-KvStore::KvStore(const KvCacheView& view)
+KvStore::KvStore(const KvCacheView& view, const OpTable* ops)
     : view_(Checked(view)),
-      ops_(&GetOps(view.key_blocks.device)),
+      ops_(ops != nullptr ? ops : &GetOps(view.key_blocks.device)),
       pool_(view.num_blocks()),
       open_may_be_shared_(view.num_rows(), 0),
+      undoable_(view.num_rows(), 0),
       last_replaced_(view.num_rows(), 0),
       num_lanes_(view.num_layers() * view.num_kv_heads()) {
+  if (!view_.replace.empty()) decided_.assign(view_.num_rows() * num_lanes_, -1);
   free_rows_.resize(view_.num_rows());
   for (int64_t i = 0; i < view_.num_rows(); ++i) free_rows_[i] = view_.num_rows() - 1 - i;
   row_of_.reserve(view_.num_rows());
   std::fill_n(view_.lane_len.ptr<int32_t>(), view_.lane_len.numel(), 0);
   std::fill_n(view_.seq_len.ptr<int32_t>(), view_.seq_len.numel(), 0);
-  for (int64_t row = 0; row < view_.num_rows(); ++row) ForgetReplace(row);
+  for (int64_t row = 0; row < view_.num_rows(); ++row) ForgetRow(row);
+  if (!view_.not_finite.empty())
+    std::fill_n(view_.not_finite.ptr<int32_t>(), view_.not_finite.numel(), 0);
 }
 
 SeqId KvStore::Create() {
@@ -51,6 +55,7 @@ SeqId KvStore::Create() {
     throw OutOfBlocks("Create: all " + std::to_string(view_.num_rows()) + " rows are taken");
   }
   row_of_.emplace(next_seq_, free_rows_.back());
+  ForgetRow(free_rows_.back());  // whatever somebody elected while the row was free
   free_rows_.pop_back();
   return next_seq_++;
 }
@@ -67,7 +72,7 @@ bool KvStore::IsLive(SeqId seq) const { return row_of_.contains(seq); }
 struct KvStore::ExtendPlan {
   std::vector<int32_t> rows;
   std::vector<int64_t> new_blocks;  // per sequence, copies not included
-  std::vector<int32_t*> shared;     // entries of open blocks with other owners
+  std::vector<int32_t*> shared;     // entries that get a copy of their block, as it is written
   int64_t needed = 0;
 };
 
@@ -91,8 +96,12 @@ KvStore::ExtendPlan KvStore::PlanExtend(const std::vector<SeqId>& seqs,
     const bool replaces = count == 1 && Replaces(row);
     int64_t longest = 0;  // of the lanes that grow
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-      if (!replaces || view_.Replaced(row * num_lanes_ + lane) < 0)
-        longest = std::max<int64_t>(longest, lens[lane]);
+      const int32_t slot = replaces ? view_.Replaced(row * num_lanes_ + lane) : -1;
+      if (slot < 0) longest = std::max<int64_t>(longest, lens[lane]);
+      KV_CHECK(slot < lens[lane] || slot < 0)
+          << "replace: expected a slot below lane_len " << lens[lane] << " in row " << row
+          << ", layer " << lane / view_.num_kv_heads() << ", kv head "
+          << lane % view_.num_kv_heads() << ", got " << slot;
     }
     KV_CHECK(count <= lane_capacity - longest)
         << "counts[" << i << "]: a lane of sequence " << seqs[i] << " holds " << longest
@@ -112,7 +121,8 @@ KvStore::ExtendPlan KvStore::PlanExtend(const std::vector<SeqId>& seqs,
     }
     plan.needed += plan.new_blocks[i];
   }
-  plan.needed += BlocksToUnshare(plan.shared);
+  KeepShared(&plan.shared);
+  plan.needed += static_cast<int64_t>(plan.shared.size());
   return plan;
 }
 
@@ -125,17 +135,23 @@ void KvStore::Extend(const std::vector<SeqId>& seqs, const std::vector<int64_t>&
                      Stream stream) {
   const ExtendPlan plan = PlanExtend(seqs, counts);
   NeedBlocks("Extend", plan.needed);
-  Unshare(plan.shared, stream);
+  ReservedBlocks fresh(&pool_, static_cast<int64_t>(plan.shared.size()));
+  CopyShared(plan.shared, fresh, stream);
+
+  fresh.Swap(plan.shared);
   for (size_t i = 0; i < seqs.size(); ++i) {
     if (counts[i] == 0) continue;
     const int64_t row = plan.rows[i];
     const auto count = static_cast<int32_t>(counts[i]);
     RowSeqLen(row) += count;
-    open_may_be_shared_[row] = 0;
+    undoable_[row] += count;
     if (num_lanes_ == 0) continue;
     int32_t* lens = &LaneLen(row, 0);
     last_replaced_[row] = 0;
     if (count == 1 && Replaces(row)) {
+      undoable_[row] = 0;
+      const int32_t* slots = view_.replace.ptr<int32_t>() + row * num_lanes_;
+      std::copy_n(slots, num_lanes_, decided_.begin() + row * num_lanes_);
       for (int64_t lane = 0; lane < num_lanes_; ++lane) {
         if (view_.Replaced(row * num_lanes_ + lane) >= 0) {
           ++last_replaced_[row];
@@ -147,7 +163,9 @@ void KvStore::Extend(const std::vector<SeqId>& seqs, const std::vector<int64_t>&
       }
       continue;
     }
-    ForgetReplace(row);
+    ForgetRow(row);
+    DecideToAppend(row);
+    open_may_be_shared_[row] = 0;
     if (plan.new_blocks[i] > 0) {
       for (int64_t lane = 0; lane < num_lanes_; ++lane) {
         int32_t* table = Table(row, lane);
@@ -159,106 +177,32 @@ void KvStore::Extend(const std::vector<SeqId>& seqs, const std::vector<int64_t>&
   }
 }
 
-// ---- shrinking
-
-void KvStore::Truncate(SeqId seq, int64_t count) {
-  const int64_t row = Row(seq);
-  KV_CHECK(count >= 0) << "count: expected >= 0, got " << count;
-  KV_CHECK(count == 0 || !last_replaced_[row])
-      << "count: the newest token of sequence " << seq << " has replaced another, got " << count;
-  KV_CHECK(count <= RowSeqLen(row))
-      << "count: sequence " << seq << " has " << RowSeqLen(row) << " tokens, got " << count;
-  for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-    KV_CHECK(count <= LaneLen(row, lane))
-        << "count: lane " << lane << " of sequence " << seq << " holds " << LaneLen(row, lane)
-        << " slots, got " << count;
-  }
-  for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-    ShrinkLane(row, lane, LaneLen(row, lane) - count);
-  }
-  RowSeqLen(row) -= static_cast<int32_t>(count);
+void KvStore::DecideToAppend(int64_t row) {
+  if (!decided_.empty()) std::fill_n(decided_.begin() + row * num_lanes_, num_lanes_, -1);
 }
 
-int64_t KvStore::Evict(const std::vector<SeqId>& seqs, const TensorView& drop,
-                       const TensorView& drop_count, Stream stream) {
-  std::vector<int32_t> rows = Rows(seqs);
-  Dims dims;
-  dims.Bind("seqs", static_cast<int64_t>(seqs.size()));
-  dims.Bind("layers", view_.num_layers());
-  dims.Bind("kv_heads", view_.num_kv_heads());
-  MatchTensor({"seqs", "layers", "kv_heads", "max_drop"})
-      .DType(DType::kI32)
-      .Contiguous()
-      .Check(drop, "drop", &dims);
-  MatchTensor({"seqs", "layers", "kv_heads"})
-      .DType(DType::kI32)
-      .Contiguous()
-      .Check(drop_count, "drop_count", &dims);
-  const int64_t max_drop = dims["max_drop"];
-  const int32_t* counts = drop_count.ptr<int32_t>();
-
-  std::vector<int32_t*> shared;  // entries of blocks with other owners that a move writes into
-  int64_t total = 0;
-  for (size_t i = 0; i < seqs.size(); ++i) {
-    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-      const int64_t list_id = static_cast<int64_t>(i) * num_lanes_ + lane;
-      const int64_t num = counts[list_id], len = LaneLen(rows[i], lane);
-      KV_CHECK(num >= 0 && num <= std::min(len, max_drop))
-          << "drop_count: lane " << lane << " of sequence " << seqs[i] << ": expected 0 to "
-          << std::min(len, max_drop) << " (length " << len << ", max_drop " << max_drop << "), got "
-          << num;
-      if (num == 0) continue;
-      const int32_t* slots = drop.ptr<int32_t>() + list_id * max_drop;
-      const int64_t kept = len - num;
-      int64_t previous = -1, previous_block = -1;
-      for (int64_t k = 0; k < num; ++k) {
-        const int64_t slot = slots[k];
-        KV_CHECK(slot > previous && slot < len)
-            << "drop: lane " << lane << " of sequence " << seqs[i]
-            << ": expected ascending slots below " << len << ", got " << slot << " at index " << k
-            << (k > 0 ? " after " + std::to_string(previous) : "");
-        previous = slot;
-        const int64_t block = slot / kBlockSlots;
-        if (slot >= kept || block == previous_block) continue;
-        previous_block = block;
-        int32_t* entry = Table(rows[i], lane) + block;
-        if (pool_.ref_count(*entry) > 1) shared.push_back(entry);
-      }
-      total += num;
+void KvStore::CheckAppend(const RaggedBatch& batch, int64_t layer) const {
+  const TensorView &rows = batch.rows, &cu_tokens = batch.cu_tokens;
+  for (const TensorView* ids : {&rows, &cu_tokens}) {
+    if (ids->dtype != DType::kI32 || ids->ndim != 1 || !ids->contiguous()) return;
+  }
+  const int64_t heads = view_.num_kv_heads();
+  if (decided_.empty() || layer < 0 || layer >= view_.num_layers() ||
+      cu_tokens.shape[0] != rows.shape[0] + 1) {
+    return;
+  }
+  const int32_t* cu = cu_tokens.ptr<int32_t>();
+  for (int64_t s = 0; s < rows.shape[0]; ++s) {
+    const int64_t row = rows.ptr<int32_t>()[s];
+    if (int64_t{cu[s + 1]} - cu[s] != 1 || row < 0 || row >= view_.num_rows()) continue;
+    for (int64_t head = 0; head < heads; ++head) {
+      const int64_t lane = view_.LaneId(row, layer, head);
+      KV_CHECK(std::max(view_.Replaced(lane), -1) == std::max(decided_[lane], -1))
+          << "replace: expected " << decided_[lane] << " in row " << row << ", layer " << layer
+          << ", kv head " << head << ", as extend found it (negative: append), got "
+          << view_.Replaced(lane);
     }
   }
-  if (total == 0) return 0;
-  NeedBlocks("Evict", BlocksToUnshare(shared));
-
-  Unshare(shared, stream);
-  ops_->evict_slots(view_, {IdsView(rows), drop, drop_count}, stream);
-  for (size_t i = 0; i < seqs.size(); ++i) {
-    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-      const int32_t num = counts[static_cast<int64_t>(i) * num_lanes_ + lane];
-      if (num > 0) ShrinkLane(rows[i], lane, LaneLen(rows[i], lane) - num);
-    }
-    ForgetReplace(rows[i]);  // slots have moved
-  }
-  return total;
-}
-
-void KvStore::ShrinkLane(int64_t row, int64_t lane, int64_t len) {
-  int32_t* table = Table(row, lane);
-  int32_t& lane_len = LaneLen(row, lane);
-  for (int64_t b = BlocksFor(len); b < BlocksFor(lane_len); ++b) pool_.Release(table[b]);
-  lane_len = static_cast<int32_t>(len);
-  if (len % kBlockSlots != 0 && pool_.ref_count(table[len / kBlockSlots]) > 1) {
-    open_may_be_shared_[row] = 1;
-  }
-}
-
-void KvStore::FreeRow(int64_t row) {
-  for (int64_t lane = 0; lane < num_lanes_; ++lane) ShrinkLane(row, lane, 0);
-  RowSeqLen(row) = 0;
-  open_may_be_shared_[row] = 0;
-  last_replaced_[row] = 0;
-  ForgetReplace(row);
-  free_rows_.push_back(row);
 }
 
 // ---- looking

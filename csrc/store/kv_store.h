@@ -2,7 +2,10 @@
 // counts. Data moves through the operations of the engine's back end.
 //
 // Handles (SeqId) are never reused, so a stale one is an Error and not somebody else's sequence.
-// Every method either completes or throws leaving all as it was. Not thread-safe.
+// Every method either completes or throws leaving all as it was, whatever throws: an argument, an
+// allocation, or an operation (which throws, if at all, before it writes). What may throw comes
+// first and touches only blocks that nobody holds; tables, lengths and counts change after it.
+// Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +14,7 @@
 #include <vector>
 
 #include "base/stream.h"
+#include "ops/batch.h"
 #include "ops/kv_cache_view.h"
 #include "ops/op_table.h"
 #include "store/block_pool.h"
@@ -22,8 +26,9 @@ using SeqId = int64_t;
 class KvStore {
  public:
   // The tensors of `view` stay owned by the caller and must outlive the store; the store zeroes the
-  // lengths. Throws Error if the view is inconsistent.
-  explicit KvStore(const KvCacheView& view);
+  // lengths. `ops` moves the data, by default the operations of the view's device; it must outlive
+  // the store. Throws Error if the view is inconsistent.
+  explicit KvStore(const KvCacheView& view, const OpTable* ops = nullptr);
 
   // An empty sequence. Throws OutOfBlocks when all rows are taken.
   SeqId Create();
@@ -35,21 +40,28 @@ class KvStore {
   // seq_len; append_kv then fills the slots. A lane with a `replace` slot does not grow by a single
   // token, which overwrites that slot; more tokens at once are appended, and the slot is forgotten.
   // A shared block that is written into is copied first. All sequences or none: throws OutOfBlocks
-  // if the pool lacks blocks, Error if a lane would outgrow its table.
+  // if the pool lacks blocks, Error if a lane would outgrow its table or if a slot that is to be
+  // overwritten is not below lane_len.
   void Extend(const std::vector<SeqId>& seqs, const std::vector<int64_t>& counts,
               Stream stream = 0);
   // Blocks that Extend would take from the pool.
   int64_t BlocksToExtend(const std::vector<SeqId>& seqs, const std::vector<int64_t>& counts) const;
-  // Forgets the newest `count` slots of every lane, undoing an Extend whose forward did not happen.
-  // REQUIRES: no eviction since that Extend, which replaced no slot (Error).
+  // Forgets the newest `count` slots of every lane, undoing Extends whose forward did not happen,
+  // and with them the `replace` slots of the row, if there are any. Throws Error for more than
+  // Undoable.
   void Truncate(SeqId seq, int64_t count);
+  // Tokens that the sequence was extended by since an Extend overwrote a slot of it or an Evict
+  // dropped one: what Truncate may take. Forks inherit it.
+  int64_t Undoable(SeqId seq) const { return undoable_[Row(seq)]; }
+  // The next token of every lane is appended, whatever was elected.
+  void ForgetReplace(SeqId seq);
 
   // Makes `count` copies of `parent` that can be extended and evicted independently. copy = false
   // shares full blocks and copies the open one; copy = true copies all live blocks (for sequences
   // that evict: compaction rewrites slots in place). With attention_stats blocks are always copied:
-  // every token adds to all of them. What belongs to the row (query ring, replace, lane_state) is
-  // copied in both. Throws OutOfBlocks if blocks or rows do not suffice. Source: KV-Rescue,
-  // appendix C.
+  // every token adds to all of them. What belongs to the row (query ring, replace, not_finite,
+  // lane_state) is copied in both. Throws OutOfBlocks if blocks or rows do not suffice. Source:
+  // KV-Rescue, appendix C.
   std::vector<SeqId> Fork(SeqId parent, int64_t count, bool copy, Stream stream = 0);
   int64_t BlocksToFork(SeqId parent, int64_t count, bool copy) const;
   // `parent` becomes what `child` is; the child's handle dies. Nothing is copied.
@@ -58,9 +70,16 @@ class KvStore {
   // Drops the named slots of every lane of seqs: drop i32 [seqs, layers, kv_heads, max_drop]
   // ascending, drop_count i32 [seqs, layers, kv_heads]. Holes are filled from the tail, trailing
   // empty blocks are freed. Shared blocks are copied before they are rewritten, so others never
-  // notice. Returns slots dropped.
+  // notice. Sequences that dropped something forget their `replace`: slots have moved. Returns
+  // slots dropped.
   int64_t Evict(const std::vector<SeqId>& seqs, const TensorView& drop,
                 const TensorView& drop_count, Stream stream = 0);
+
+  // Compares `replace` with what the last Extend of every row that brings one token has decided for
+  // its lanes of `layer`: a slot that was elected or forgotten in between would be written without
+  // having been reserved. Throws Error naming row, layer and kv head. What does not fit the view is
+  // left to the checks of append_kv.
+  void CheckAppend(const RaggedBatch& batch, int64_t layer) const;
 
   // Slots that the last Extend of the sequence overwrites; it cannot be undone if there are any.
   int64_t NumReplaced(SeqId seq) const { return last_replaced_[Row(seq)]; }
@@ -76,11 +95,11 @@ class KvStore {
   const KvCacheView& view() const { return view_; }
 
   // Every table entry in use is referenced as often as counted, lengths fit their blocks, rows are
-  // used once. Throws InternalError. Cost: a walk over all tables.
+  // used once, an open block with other owners is known to be one, what can be undone is in the
+  // lanes, and free rows hold nothing. Throws InternalError. Cost: a walk over all tables.
   void CheckIntegrity() const;
 
  private:
-  static TensorView IdsView(std::vector<int32_t>& ids);
   struct ExtendPlan;
 
   int32_t* Table(int64_t row, int64_t lane) const;  // lane = layer * kv_heads + head
@@ -90,14 +109,19 @@ class KvStore {
   std::vector<int32_t> Rows(const std::vector<SeqId>& seqs) const;  // Error if stale or repeated
   ExtendPlan PlanExtend(const std::vector<SeqId>& seqs, const std::vector<int64_t>& counts) const;
   void NeedBlocks(const char* method, int64_t needed) const;
-  // Table entries that are about to be written while others own their blocks too: blocks it takes
-  // to give each a block of its own, and doing so.
-  int64_t BlocksToUnshare(const std::vector<int32_t*>& entries) const;
-  void Unshare(const std::vector<int32_t*>& entries, Stream stream);
-  void CopyBlocks(std::vector<int32_t>& src, std::vector<int32_t>& dst, Stream stream) const;
+  // Of table entries that are about to be written, keeps those that need a block of their own
+  // first: all but the last when all owners of a block write, else all that are not the only owner.
+  void KeepShared(std::vector<int32_t*>* entries) const;
+  // Copies the blocks that `entries` name to `fresh`, one each, in order. Changes no table.
+  void CopyShared(const std::vector<int32_t*>& entries, const ReservedBlocks& fresh,
+                  Stream stream) const;
+  void CopyBlocks(const std::vector<int32_t>& src, const std::vector<int32_t>& dst,
+                  Stream stream) const;
   void CopyRow(const TensorView& tensor, int64_t from_row, int64_t to_row) const;
-  bool Replaces(int64_t row) const;  // a lane has a slot for its next single token to overwrite
-  void ForgetReplace(int64_t row) const;
+  bool Replaces(int64_t row) const;   // a lane has a slot for its next single token to overwrite
+  void ForgetRow(int64_t row) const;  // ForgetReplace of a row
+  void ForgetNotFinite(int64_t row, int64_t len) const;  // what was found at positions >= len
+  void DecideToAppend(int64_t row);
   void ShrinkLane(int64_t row, int64_t lane, int64_t len);
   void FreeRow(int64_t row);
 
@@ -107,9 +131,14 @@ class KvStore {
   std::vector<int64_t> free_rows_;
   std::unordered_map<SeqId, int64_t> row_of_;
   // Per row: some lane's open (partly filled) block may have other owners. Only shrinking a row
-  // that shares full blocks brings this about, so Extend need not look at tables otherwise.
+  // that shares full blocks brings this about, so Extend need not look at tables otherwise. An
+  // Extend that appends to every lane ends it, one that overwrites slots does not.
   std::vector<uint8_t> open_may_be_shared_;
+  std::vector<int32_t> undoable_;       // per row, tokens
   std::vector<int32_t> last_replaced_;  // per row: slots that the last Extend overwrites
+  // Per lane of every row, if the view has `replace`: slot that the last Extend overwrites, -1 when
+  // it has appended.
+  std::vector<int32_t> decided_;
   SeqId next_seq_ = 0;
   int64_t num_lanes_ = 0;  // lanes of one row
 };

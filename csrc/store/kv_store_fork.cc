@@ -1,16 +1,14 @@
 // Forking, adopting, and copying shared blocks before they are written.
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <utility>
 
 #include "base/check.h"
 #include "store/kv_store.h"
 
 namespace kvcore {
-
-TensorView KvStore::IdsView(std::vector<int32_t>& ids) {
-  return MakeView(ids.data(), DType::kI32, {static_cast<int64_t>(ids.size())});
-}
 
 // ---- branching
 
@@ -38,40 +36,60 @@ std::vector<SeqId> KvStore::Fork(SeqId parent, int64_t count, bool copy, Stream 
   NeedBlocks("Fork", needed);
 
   std::vector<SeqId> children(count);
-  std::vector<int64_t> rows(count);
-  std::vector<int32_t> src(needed), dst(needed);
+  std::unordered_map<SeqId, int64_t> added;
   for (int64_t c = 0; c < count; ++c) {
-    children[c] = Create();
-    rows[c] = Row(children[c]);
+    children[c] = next_seq_ + c;
+    added.emplace(children[c], free_rows_[free_rows_.size() - 1 - c]);
   }
-  int64_t num_copies = 0;
+  // Children side by side: a source is read once and written from cache.
+  ReservedBlocks fresh(&pool_, needed);
+  std::vector<int32_t> src;
+  src.reserve(needed);
+  for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+    const int64_t len = LaneLen(from, lane);
+    for (int64_t b = copy ? 0 : len / kBlockSlots; b < BlocksFor(len); ++b) {
+      src.insert(src.end(), count, Table(from, lane)[b]);
+    }
+  }
+  CopyBlocks(src, fresh.ids(), stream);
+
+  row_of_.merge(added);  // no allocation: the map has room for all rows
+  next_seq_ += count;
+  const int32_t* next_fresh = fresh.ids().data();
+  for (int64_t c = 0; c < count; ++c) {
+    const int64_t row = free_rows_.back();
+    free_rows_.pop_back();
+    RowSeqLen(row) = RowSeqLen(from);
+    undoable_[row] = undoable_[from];
+    last_replaced_[row] = last_replaced_[from];
+    if (!decided_.empty()) {
+      std::copy_n(decided_.begin() + from * num_lanes_, num_lanes_,
+                  decided_.begin() + row * num_lanes_);
+    }
+    CopyRow(view_.query_ring, from, row);
+    CopyRow(view_.replace, from, row);
+    CopyRow(view_.not_finite, from, row);
+    if (Replaces(from)) CopyRow(view_.lane_state, from, row);
+  }
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
     const int32_t len = LaneLen(from, lane);
     const int32_t* table = Table(from, lane);
     const int64_t num_shared = copy ? 0 : len / kBlockSlots;
-    for (int64_t b = 0; b < BlocksFor(len); ++b) {
-      for (const int64_t row : rows) {
-        if (b < num_shared) {
-          pool_.Share(table[b]);
-          Table(row, lane)[b] = table[b];
-        } else {  // children side by side: the source is read once and written from cache
-          const int32_t fresh = pool_.Allocate();
-          Table(row, lane)[b] = fresh;
-          src[num_copies] = table[b];
-          dst[num_copies++] = fresh;
-        }
+    for (const SeqId child : children) {
+      const int64_t row = row_of_.find(child)->second;
+      LaneLen(row, lane) = len;
+      for (int64_t b = 0; b < num_shared; ++b) {
+        pool_.Share(table[b]);
+        Table(row, lane)[b] = table[b];
       }
     }
-    for (const int64_t row : rows) LaneLen(row, lane) = len;
+    for (int64_t b = num_shared; b < BlocksFor(len); ++b) {
+      for (const SeqId child : children) {
+        Table(row_of_.find(child)->second, lane)[b] = *next_fresh++;
+      }
+    }
   }
-  CopyBlocks(src, dst, stream);
-  for (const int64_t row : rows) {
-    CopyRow(view_.query_ring, from, row);
-    CopyRow(view_.replace, from, row);
-    if (Replaces(from)) CopyRow(view_.lane_state, from, row);
-    last_replaced_[row] = last_replaced_[from];
-    RowSeqLen(row) = RowSeqLen(from);
-  }
+  fresh.Disown();
   return children;
 }
 
@@ -92,35 +110,35 @@ void KvStore::NeedBlocks(const char* method, int64_t needed) const {
                     " are free");
 }
 
-int64_t KvStore::BlocksToUnshare(const std::vector<int32_t*>& entries) const {
-  std::vector<int32_t> blocks;
-  for (const int32_t* entry : entries) blocks.push_back(*entry);
-  std::sort(blocks.begin(), blocks.end());
-  int64_t needed = 0;
-  for (size_t begin = 0, end = 0; begin < blocks.size(); begin = end) {
-    while (end < blocks.size() && blocks[end] == blocks[begin]) ++end;
-    // When all owners write, the last one keeps the block.
-    needed += std::min<int64_t>(end - begin, pool_.ref_count(blocks[begin]) - 1);
+void KvStore::KeepShared(std::vector<int32_t*>* entries) const {
+  std::sort(entries->begin(), entries->end(), [](const int32_t* a, const int32_t* b) {
+    return *a != *b ? *a < *b : std::less<>()(a, b);
+  });
+  auto kept = entries->begin();
+  for (auto begin = entries->begin(), end = begin; begin != entries->end(); begin = end) {
+    while (end != entries->end() && **end == **begin) ++end;
+    const int64_t copies = std::min<int64_t>(end - begin, pool_.ref_count(**begin) - 1);
+    kept = std::move(begin, begin + copies, kept);
   }
-  return needed;
+  entries->erase(kept, entries->end());
 }
 
-void KvStore::Unshare(const std::vector<int32_t*>& entries, Stream stream) {
-  std::vector<int32_t> src, dst;
-  for (int32_t* entry : entries) {
-    if (pool_.ref_count(*entry) == 1) continue;
-    const int32_t fresh = pool_.Allocate();
-    src.push_back(*entry);
-    dst.push_back(fresh);
-    pool_.Release(*entry);
-    *entry = fresh;
-  }
-  CopyBlocks(src, dst, stream);
-}
-
-void KvStore::CopyBlocks(std::vector<int32_t>& src, std::vector<int32_t>& dst,
+void KvStore::CopyShared(const std::vector<int32_t*>& entries, const ReservedBlocks& fresh,
                          Stream stream) const {
-  if (!src.empty()) ops_->copy_blocks(view_, {IdsView(src), IdsView(dst)}, stream);
+  std::vector<int32_t> src;
+  src.reserve(entries.size());
+  for (const int32_t* entry : entries) src.push_back(*entry);
+  CopyBlocks(src, fresh.ids(), stream);
+}
+
+void KvStore::CopyBlocks(const std::vector<int32_t>& src, const std::vector<int32_t>& dst,
+                         Stream stream) const {
+  if (src.empty()) return;
+  const auto ids = [](const std::vector<int32_t>& list) {
+    return MakeView(const_cast<int32_t*>(list.data()), DType::kI32,
+                    {static_cast<int64_t>(list.size())});  // only read
+  };
+  ops_->copy_blocks(view_, {ids(src), ids(dst)}, stream);
 }
 
 void KvStore::CopyRow(const TensorView& tensor, int64_t from_row, int64_t to_row) const {
@@ -136,7 +154,15 @@ bool KvStore::Replaces(int64_t row) const {
   return std::any_of(slots, slots + num_lanes_, [](int32_t slot) { return slot >= 0; });
 }
 
-void KvStore::ForgetReplace(int64_t row) const {
+void KvStore::ForgetNotFinite(int64_t row, int64_t len) const {
+  if (view_.not_finite.empty()) return;
+  int32_t& first = view_.not_finite.ptr<int32_t>()[row];
+  if (first > len) first = 0;  // 1 + its position
+}
+
+void KvStore::ForgetReplace(SeqId seq) { ForgetRow(Row(seq)); }
+
+void KvStore::ForgetRow(int64_t row) const {
   if (view_.replace.empty()) return;
   std::fill_n(view_.replace.ptr<int32_t>() + row * num_lanes_, num_lanes_, -1);
 }

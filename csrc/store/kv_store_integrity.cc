@@ -15,6 +15,9 @@ void KvStore::CheckIntegrity() const {
       KV_ICHECK(len >= 0 && len <= RowSeqLen(row) && BlocksFor(len) <= view_.max_blocks())
           << "lane " << lane << " of sequence " << seq << " has length " << len << " of "
           << RowSeqLen(row) << " tokens and room for " << view_.max_blocks() << " blocks";
+      KV_ICHECK(undoable_[row] >= 0 && undoable_[row] <= len)
+          << "lane " << lane << " of sequence " << seq << " has length " << len << ", and "
+          << undoable_[row] << " tokens can be undone";
       const int32_t* table = Table(row, lane);
       for (int64_t b = 0; b < BlocksFor(len); ++b) {
         KV_ICHECK(table[b] >= 0 && table[b] < pool_.num_blocks())
@@ -30,7 +33,8 @@ void KvStore::CheckIntegrity() const {
     KV_ICHECK(row >= 0 && row < view_.num_rows() && !used[row])
         << "free row " << row << " is out of range or taken";
     used[row] = 1;
-    KV_ICHECK(RowSeqLen(row) == 0) << "free row " << row << " has tokens";
+    KV_ICHECK(RowSeqLen(row) == 0 && undoable_[row] == 0 && !open_may_be_shared_[row])
+        << "free row " << row << " has tokens";
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
       KV_ICHECK(LaneLen(row, lane) == 0) << "free row " << row << " has slots in lane " << lane;
     }

@@ -49,6 +49,7 @@ class Entry:
         replaced: slots that it overwrote.
         ends_piece: a piece is complete: time for a look at eviction.
         feed: what it was feeding; ``place`` values were there before, ``values`` come now.
+        not_finite: 1 + the first position with a key, value or query that is not finite, or 0.
     """
 
     seq: Sequence
@@ -62,6 +63,7 @@ class Entry:
     place: int = 0
     values: Tensor | None = None
     draw: Draw | None = None
+    not_finite: int = 0
     events: list[StepEvent] = field(default_factory=list)
 
     @property

@@ -69,6 +69,9 @@ class Executor:
             entry.write(self._generator)
         for entry in commit.entries:
             entry.close(self._generator)
+            if entry.feed is not None and entry.not_finite and entry.seq.error is None:
+                where = f"position {entry.not_finite - 1}"
+                self.fail(entry.seq, f"its keys, values or queries are not finite at {where}")
         failure: Exception | None = None
         if not commit.looked:
             try:
@@ -124,6 +127,8 @@ class Executor:
             self._entry(seq, count, output)
             for seq, count, output in zip(plan.seqs, plan.counts, outputs, strict=True)
         ]
+        for entry, found in zip(entries, self._cache.not_finite(handles), strict=True):
+            entry.not_finite = found
         drawn = self._draw(entries, outputs)
         firing, step_end = torch.zeros((2, drawn), dtype=torch.uint8)
         return Commit(entries, num_events, firing, step_end)
@@ -163,7 +168,10 @@ class Executor:
         if not ready:
             return 0
         jobs = [entry.seq.generating for entry, _ in ready if entry.seq.generating is not None]
-        drawn = self._generator.draw(jobs, torch.cat([output for _, output in ready]))
+        logits = torch.cat([output for _, output in ready])
+        # Something that the last layers have hidden: there is nothing to draw from.
+        logits[[entry.not_finite > 0 for entry, _ in ready]] = torch.nan
+        drawn = self._generator.draw(jobs, logits)
         columns = (drawn.token.tolist(), drawn.logprob.tolist(), drawn.entropy.tolist())
         for (entry, _), job, token, logprob, entropy in zip(ready, jobs, *columns, strict=True):
             entry.draw = Draw(job, len(job.tokens), token, logprob, entropy)

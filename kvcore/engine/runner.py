@@ -10,6 +10,7 @@ from torch import Tensor
 from kvcore.cache import KVCache
 from kvcore.models.attention import AttentionContext
 from kvcore.models.loader import LoadedModel
+from kvcore.native import follow_torch_threads
 from kvcore.ops import RaggedBatch
 
 
@@ -33,6 +34,7 @@ class ModelRunner:
         Raises:
             UnsupportedModel: a layer attends without the cache.
         """
+        follow_torch_threads()
         context = AttentionContext(self._cache, batch)
         output = self._run(tokens, context, logit_rows)
         context.check_complete()

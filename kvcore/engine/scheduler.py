@@ -57,7 +57,6 @@ class Scheduler:
     def __init__(
         self, cache: KVCache, *, eviction: EvictionConfig, max_batched_tokens: int
     ) -> None:
-        self._cache = cache
         self._store = cache.store
         self._blocks = cache.blocks
         self._lanes = cache.shape.lanes
@@ -176,7 +175,7 @@ class Scheduler:
         assert seq.handle is not None
         if count == 1 and seq.open_piece_len() > 1:
             # The piece is appended and evicted as a whole, in however many forwards it is fed.
-            self._cache.forget_replace(seq.handle)
+            self._store.forget_replace(seq.handle)
         missing = self._store.blocks_to_extend([seq.handle], [count]) - self._store.free_blocks()
         if missing > 0:
             return missing

@@ -39,4 +39,5 @@ class RKV(Policy):
             mix=self.mix,
             threshold=self.config.threshold,
             pool_first=self.config.pool_first,
+            scale=cache.scale,
         )

@@ -28,4 +28,5 @@ class Tova(Policy):
             (cache.shape.layers, cache.shape.kv_heads),
             cache.longest_lane(seqs),
             protect=self.config.protect,
+            scale=cache.scale,
         )

@@ -5,6 +5,7 @@ Every function takes
     queries [q_heads, tokens, dim]   of all tokens so far
     positions [n]   of the entries held
     config   EvictionConfig; its ``protect`` newest entries are not scored
+    scale    of the attention
 and returns [kv_heads, n - protect]. Sources: kvcore/policies/<name>.py.
 """
 
@@ -15,62 +16,62 @@ import numpy as np
 from support import rkv_oracle
 
 
-def streamingllm(keys, queries, positions, config):
+def streamingllm(keys, queries, positions, config, scale):
     past = positions[: len(positions) - config.protect]
     score = np.where(past < 4, 1e9, past.astype(float))
     return np.stack([score] * len(keys))
 
 
-def knorm(keys, queries, positions, config):
+def knorm(keys, queries, positions, config, scale):
     past = len(positions) - config.protect
     return np.array([[-math.sqrt(float(k @ k)) for k in head[:past]] for head in keys])
 
 
-def keydiff(keys, queries, positions, config):
+def keydiff(keys, queries, positions, config, scale):
     past = len(positions) - config.protect
     rows = []
     for head in keys:
-        unit = [k / math.sqrt(float(k @ k)) for k in head]
+        unit = [k / (math.sqrt(float(k @ k)) + 1e-8) for k in head]  # a key may be zero
         mean = sum(unit) / len(unit)
         mean = mean / math.sqrt(float(mean @ mean))
         rows.append([-float(u @ mean) for u in unit[:past]])
     return np.array(rows)
 
 
-def attention(keys, query, head, kv_heads):
+def attention(keys, query, head, kv_heads, scale):
     """[n]: what ``query`` [q_heads, dim] gives each of ``keys`` [n, dim] of a kv head, a mean over
     its query heads.
     """
     group = len(query) // kv_heads
     total = np.zeros(len(keys))
     for q in query[head * group : (head + 1) * group]:
-        logit = np.array([float(q @ k) for k in keys]) / math.sqrt(len(q))
+        logit = scale * np.array([float(q @ k) for k in keys])
         weight = np.exp(logit - logit.max())
         total += weight / weight.sum() / group
     return total
 
 
-def tova(keys, queries, positions, config):
+def tova(keys, queries, positions, config, scale):
     past = len(positions) - config.protect
-    q_heads, _, dim = queries.shape
+    q_heads = len(queries)
     group = q_heads // len(keys)
     total = np.zeros(len(positions))
     for h in range(q_heads):
-        logit = np.array([float(queries[h, -1] @ k) for k in keys[h // group]]) / math.sqrt(dim)
+        logit = scale * np.array([float(queries[h, -1] @ k) for k in keys[h // group]])
         weight = np.exp(logit - logit.max())
         total += weight / weight.sum() / q_heads
     return np.stack([total[:past]] * len(keys))
 
 
-def rkv(keys, queries, positions, config, mix=None):
+def rkv(keys, queries, positions, config, scale, mix=None):
     window = queries[:, -config.window :]
     mix = config.mix if mix is None else mix
     settings = (config.protect, mix, config.kernel, config.threshold, config.pool_first)
-    return rkv_oracle.score(window, np.stack(keys), *settings)
+    return rkv_oracle.score(window, np.stack(keys), *settings, scale)
 
 
-def snapkv(keys, queries, positions, config):
-    return rkv(keys, queries, positions, config, mix=1.0)
+def snapkv(keys, queries, positions, config, scale):
+    return rkv(keys, queries, positions, config, scale, mix=1.0)
 
 
 ORACLES = {

@@ -19,17 +19,26 @@ def max_pool(x: np.ndarray, kernel: int) -> np.ndarray:
 
 
 def importance(
-    q: np.ndarray, k: np.ndarray, protect: int, kernel: int, pool_first: bool = False
+    q: np.ndarray,
+    k: np.ndarray,
+    protect: int,
+    kernel: int,
+    pool_first: bool = False,
+    scale: float | None = None,
 ) -> np.ndarray:
-    """q [group, window, dim], k [n, dim] in order of position; returns [n - protect]."""
+    """q [group, window, dim], k [n, dim] in order of position; returns [n - protect].
+
+    scale: of the attention; 1 / sqrt(dim) by default.
+    """
     group, window, dim = q.shape
+    scale = 1 / math.sqrt(dim) if scale is None else scale
     past = len(k) - protect
     mean = np.zeros(past)
     for t in range(window):
         logit = np.full(past, -math.inf)
         for g in range(group):
             for r in range(past):
-                logit[r] = max(logit[r], float(q[g, t] @ k[r]) / math.sqrt(dim))
+                logit[r] = max(logit[r], scale * float(q[g, t] @ k[r]))
         weight = np.exp(logit - logit.max())
         weight /= weight.sum()
         mean += (max_pool(weight, kernel) if pool_first else weight) / window
@@ -61,6 +70,7 @@ def score(
     kernel: int = 7,
     threshold: float = 0.5,
     pool_first: bool = False,
+    scale: float | None = None,
 ) -> np.ndarray:
     """Scores [kv_heads, n - protect] from q [q_heads, window, dim] and k [kv_heads, n, dim]."""
     q, k = q.astype(np.float64), k.astype(np.float64)
@@ -69,7 +79,7 @@ def score(
     rows = []
     for h in range(kv_heads):
         past = len(k[h]) - protect
-        wanted = importance(grouped[h], k[h], protect, kernel, pool_first)
+        wanted = importance(grouped[h], k[h], protect, kernel, pool_first, scale)
         rows.append(mix * wanted - (1 - mix) * redundancy(k[h], threshold)[:past])
     return np.stack(rows)
 

@@ -3,7 +3,11 @@
 // Chunks of kChunk slots with a running maximum and sum per row. Up to eight rows at a time stay in
 // registers: q.k of rows x slots with slots along vector lanes (one load of K serves all rows),
 // then out of rows x dims with dims along vector lanes (one load of V serves all rows). A short
-// cache is bound by multiply-adds, a long one by reading K and V once.
+// cache is bound by multiply-adds, a long one by reading K and V once. Every kAttendSplit slots the
+// row starts afresh, and what it had is put together with what follows.
+//
+// Maxima lose NaN, weights of 0 lose infinite logits: so sums take up 0 times every logit, which is
+// NaN unless the logit is finite.
 //
 // The arithmetic of a row never depends on the rows that share its tile or on how many there are:
 // a token's result is the same bits alone, in a batch and in a chunk of a prompt.
@@ -21,17 +25,19 @@ constexpr int kRowBlock = 8;
 KV_INLINE float SoftmaxRow(float* s, int64_t n, float scale, float& max, float& sum) {
   using F = VecF<kWidth>;
   const F minus_inf = Splat<kWidth>(-__builtin_inff());
-  F top = minus_inf;
+  F top = minus_inf, zero = {};
   int64_t j = 0;
   for (; j + kWidth <= n; j += kWidth) {
     const F x = Load<F>(s + j) * scale;
     Store(s + j, x);
+    zero += x * 0.0f;
     top = Max<kWidth>(x, top);
   }
   if (j < n) {  // what lies past n may be anything
     const F x = Load<F>(s + j) * scale;
     const F live = Iota<kWidth>() < static_cast<int32_t>(n - j) ? x : minus_inf;
     Store(s + j, live);
+    zero += (Iota<kWidth>() < static_cast<int32_t>(n - j) ? x : F{}) * 0.0f;
     top = Max<kWidth>(live, top);
   }
   const float new_max = MaxLanes<kWidth>(top) > max ? MaxLanes<kWidth>(top) : max;
@@ -42,7 +48,7 @@ KV_INLINE float SoftmaxRow(float* s, int64_t n, float scale, float& max, float& 
     total += w;
   }
   const float rescale = ExpBelow80<4>(Splat<4>(max - new_max))[0];
-  sum = sum * rescale + SumLanes<kWidth>(total);
+  sum = sum * rescale + SumLanes<kWidth>(total + zero);
   max = new_max;
   return rescale;
 }
@@ -159,19 +165,105 @@ KV_INLINE void StoreScaled(const float* x, float factor, T* out) {
   StoreSpan<W>(out, Load<VecF<W>>(x) * factor, Load<VecF<W>>(x + W) * factor);
 }
 
+// The softmax of some rows over some slots, not yet divided by its sum.
+struct State {
+  float* out;  // [rows][head_dim + 16]
+  float *max, *sum;
+
+  // In AttendStateFloats(rows, head_dim) floats.
+  KV_INLINE State(float* at, int64_t rows, int64_t head_dim)
+      : out(at), max(at + rows * (head_dim + 16)), sum(max + rows) {}
+};
+
+void Clear(const State& state, int64_t rows, int64_t head_dim) {
+  for (int64_t i = 0; i < rows * (head_dim + 16); ++i) state.out[i] = 0.0f;
+  for (int64_t r = 0; r < rows; ++r) {
+    state.max[r] = -__builtin_inff();
+    state.sum[r] = 0.0f;
+  }
+}
+
+// Adds the slots of `next`, which come after those of `state`. One function, so that whoever adds
+// rounds alike.
+__attribute__((noinline)) void Merge(const State& next, int64_t rows, int64_t head_dim,
+                                     const State& state) {
+  using F = VecF<kWidth>;
+  for (int64_t r = 0; r < rows; ++r) {
+    if (next.sum[r] == 0.0f) continue;  // the row saw none of them
+    const float top = next.max[r] > state.max[r] ? next.max[r] : state.max[r];
+    const float before = ExpBelow80<4>(Splat<4>(state.max[r] - top))[0];
+    const float after = ExpBelow80<4>(Splat<4>(next.max[r] - top))[0];
+    state.max[r] = top;
+    state.sum[r] = state.sum[r] * before + next.sum[r] * after;
+    float* const to = state.out + r * (head_dim + 16);
+    const float* const from = next.out + r * (head_dim + 16);
+    for (int64_t d = 0; d < head_dim; d += kWidth)
+      Store(to + d, Load<F>(to + d) * before + Load<F>(from + d) * after);
+  }
+}
+
+// Divides by the sums and writes the tile's rows. Rows of which anything is not finite become NaN,
+// and so do their sums.
+template <typename T>
+__attribute__((noinline)) void WriteRows(const AttendTile& t, const State& state) {
+  using F = VecF<kWidth>;
+  const int64_t head_dim = t.head_dim;
+  for (int64_t r = t.num_rows - 1; r >= 0; --r) {
+    const int64_t token = (t.first_row + r) / t.group, head = (t.first_row + r) % t.group;
+    T* const to = static_cast<T*>(t.out) + token * t.out_token + head * t.out_head;
+    const float* const from = state.out + r * (head_dim + 16);
+    const float sum = state.sum[r];
+    F zero = {};
+    for (int64_t d = 0; d < head_dim; d += kWidth) zero += Load<F>(from + d) * 0.0f;
+    const float bad = SumLanes<kWidth>(zero) + sum * 0.0f;  // 0 or NaN
+    if (!(bad == 0.0f)) *t.bad_row = t.first_row + r;
+    const float factor = (sum == 0.0f ? 0.0f : 1.0f / sum) + bad;
+    int64_t d = 0;
+    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth)
+      StoreScaled<kWidth>(from + d, factor, to + d);
+    if constexpr (kWidth > 8)
+      if (d + 16 <= head_dim) {
+        StoreScaled<8>(from + d, factor, to + d);
+        d += 16;
+      }
+    if constexpr (kWidth > 4)
+      if (d < head_dim) StoreScaled<4>(from + d, factor, to + d);
+    if (t.lse != nullptr)
+      t.lse[token * t.lse_token + head * t.lse_head] =
+          sum == 0.0f ? -__builtin_inff() : state.max[r] + __builtin_logf(sum);
+    state.sum[r] += bad;
+  }
+}
+
+// The result of a lane from its splits' parts.
+template <typename T>
+void MergeSplits(const AttendTile& t) {
+  const auto part = [&t](int64_t split) {
+    return State(t.partials + split * AttendPartialFloats(t.head_dim), kAttendSharedRows,
+                 t.head_dim);
+  };
+  const State first = part(0);
+  for (int64_t split = 1; split < t.num_splits; ++split)
+    Merge(part(split), t.num_rows, t.head_dim, first);
+  WriteRows<T>(t, first);
+}
+
 template <typename T, typename Observer>
 void Attend(const AttendTile& t) {
   constexpr int kExtra = Observer::kExtraRows;
   static constexpr WeighFn<T> kWeigh[kRowBlock] = {Weigh<1, T>, Weigh<2, T>, Weigh<3, T>,
                                                    Weigh<4, T>, Weigh<5, T>, Weigh<6, T>,
                                                    Weigh<7, T>, Weigh<8, T>};
+  const bool is_part = t.partials != nullptr;
+  if (is_part && t.split == t.num_splits) return MergeSplits<T>(t);
   const int64_t head_dim = t.head_dim, out_stride = head_dim + 16;
   float* const q = t.scratch;
-  float* const out = q + (kAttendTileRows + kAttendExtraRows) * kQueryStride;
-  float* const s = out + kAttendTileRows * out_stride;
-  float* const max = s + (kRowBlock + kAttendExtraRows + 1) * kScoreStride;
-  float* const sum = max + kAttendTileRows;
-  float* const rescale = sum + kAttendTileRows;
+  float* const s = q + (kAttendTileRows + kAttendExtraRows) * kQueryStride;
+  float* const rescale = s + (kRowBlock + kAttendExtraRows + 1) * kScoreStride;
+  float* const states = rescale + kAttendTileRows;
+  const State all(states, kAttendTileRows, head_dim);
+  const State later(states + AttendStateFloats(kAttendTileRows, head_dim), kAttendTileRows,
+                    head_dim);
 
   // Row blocks of nearly equal size.
   const int rows = static_cast<int>(t.num_rows);
@@ -184,16 +276,24 @@ void Attend(const AttendTile& t) {
     KeyDot<T>::PackQuery(
         static_cast<const T*>(t.query) + token * t.query_token + head * t.query_head, head_dim,
         q + r * kQueryStride);
-    max[r] = -__builtin_inff();
-    sum[r] = 0.0f;
   }
-  for (int64_t i = 0; i < rows * out_stride; ++i) out[i] = 0.0f;
   Observer observer(t);
   observer.template PackExtra<T>(q + rows * kQueryStride);
 
   const int64_t longest = t.limit + (t.first_row + rows - 1) / t.group;
-  for (int64_t start = 0; start < longest; start += kChunk) {
-    const int64_t slots = longest - start < kChunk ? longest - start : kChunk;
+  const int64_t first = is_part ? t.split * kAttendSplit : 0;
+  const int64_t last = is_part && first + kAttendSplit < longest ? first + kAttendSplit : longest;
+  State now = is_part ? State(t.partials + t.split * AttendPartialFloats(head_dim),
+                              kAttendSharedRows, head_dim)
+                      : all;
+  Clear(now, rows, head_dim);
+  for (int64_t start = first; start < last; start += kChunk) {
+    if (start > first && start % kAttendSplit == 0) {
+      if (start > kAttendSplit) Merge(later, rows, head_dim, all);
+      now = later;
+      Clear(now, rows, head_dim);
+    }
+    const int64_t slots = last - start < kChunk ? last - start : kChunk;
     const T* key[kChunkBlocks];
     const T* value[kChunkBlocks];
     const T* ahead[kChunkBlocks];
@@ -222,31 +322,14 @@ void Attend(const AttendTile& t) {
       const auto score = b + 1 == num_blocks ? kScore<kExtra, T> : kScore<0, T>;
       score[size - 1](q + begin * kQueryStride, key, value, visible, head_dim, s);
       observer.See(s, begin, size, start, visible);
-      kWeigh[size - 1](s, value, ahead, seen, head_dim, t.scale, max + begin, sum + begin, rescale,
-                       out + begin * out_stride, out_stride);
+      kWeigh[size - 1](s, value, ahead, seen, head_dim, t.scale, now.max + begin, now.sum + begin,
+                       rescale, now.out + begin * out_stride, out_stride);
     }
   }
-
-  for (int r = 0; r < rows; ++r) {
-    const int64_t token = (t.first_row + r) / t.group, head = (t.first_row + r) % t.group;
-    T* const to = static_cast<T*>(t.out) + token * t.out_token + head * t.out_head;
-    const float* const from = out + r * out_stride;
-    const float factor = sum[r] == 0.0f ? 0.0f : 1.0f / sum[r];
-    int64_t d = 0;
-    for (; d + 2 * kWidth <= head_dim; d += 2 * kWidth)
-      StoreScaled<kWidth>(from + d, factor, to + d);
-    if constexpr (kWidth > 8)
-      if (d + 16 <= head_dim) {
-        StoreScaled<8>(from + d, factor, to + d);
-        d += 16;
-      }
-    if constexpr (kWidth > 4)
-      if (d < head_dim) StoreScaled<4>(from + d, factor, to + d);
-    if (t.lse != nullptr)
-      t.lse[token * t.lse_token + head * t.lse_head] =
-          sum[r] == 0.0f ? -__builtin_inff() : max[r] + __builtin_logf(sum[r]);
-  }
-  observer.template Finish<T>(max, sum);
+  if (is_part) return;
+  if (last > kAttendSplit) Merge(later, rows, head_dim, all);
+  WriteRows<T>(t, all);
+  observer.template Finish<T>(all.max, all.sum);
 }
 
 template <typename Observer>

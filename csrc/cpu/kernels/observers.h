@@ -4,7 +4,8 @@
 // An observer may bring query rows of its own (kExtraRows, packed by PackExtra). See() is shown the
 // products of every row block with every chunk of slots, before scaling: rows [first, first +
 // count) of the tile at s + r * kScoreStride, slots [start, start + num_slots), the extra rows
-// behind those of the last block. Finish() is told each row's softmax maximum and sum.
+// behind those of the last block. Finish() is told each row's softmax maximum and sum; the sum is
+// NaN when the row's query, or a key or a value that it sees, is not finite.
 #pragma once
 
 #include "cpu/attend_kernels.h"
@@ -56,8 +57,9 @@ struct StatsObserver {
         float* const smallest = total - t.group * kBlock;
         float* const largest = smallest - t.group * kBlock;
         const F low = Load<F>(smallest), high = Load<F>(largest);
-        Store(smallest, live && got < low ? got : low);
-        Store(largest, live && got > high ? got : high);
+        const F lost = (live ? got : F{}) * 0.0f;  // comparisons would drop a NaN
+        Store(smallest, (live && got < low ? got : low) + lost);
+        Store(largest, (live && got > high ? got : high) + lost);
       }
     }
   }
@@ -111,8 +113,13 @@ struct RkvObserver {
   }
 
   template <typename T>
-  KV_INLINE void Finish(const float*, const float*) {
+  KV_INLINE void Finish(const float*, const float* sum) {
     const RkvLane& lane = *t.rkv;
+    for (int64_t r = 0; r < t.num_rows; ++r)
+      if (!(sum[r] - sum[r] == 0.0f)) {
+        *t.elected = kNotFinite;
+        return;
+      }
     if constexpr (kRedundancy) {
       const int64_t padded = (lane.len + kWidth - 1) / kWidth * kWidth;
       for (int64_t j = lane.len; j < padded; ++j) new_dot[j] = old_dot[j] = 0;

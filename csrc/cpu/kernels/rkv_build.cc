@@ -77,6 +77,7 @@ int32_t Build(const RkvBuild& b) {
     if (!(a.column[j] - a.column[j] == 0) || !(a.inverse_norm[j] > 0)) return kNotFinite;
 
   float* const logit = b.dots;
+  bool finite = true;  // all products: a maximum would lose a NaN
   for (int64_t cell = 0; cell < a.num_queries; ++cell) {
     for (int64_t g = 0; g < b.group; ++g) {
       KeyDot<T>::PackQuery(static_cast<const T*>(b.queries[cell * b.group + g]), a.head_dim,
@@ -85,7 +86,8 @@ int32_t Build(const RkvBuild& b) {
       DotLane<1, T>(a, packed, dots, stride);
       for (int64_t j = 0; j < a.len; ++j) {
         const float x = dots[j] * b.scale;
-        logit[j] = g == 0 || !(x <= logit[j]) ? x : logit[j];
+        finite &= x - x == 0.0f;
+        logit[j] = g == 0 || x > logit[j] ? x : logit[j];
       }
     }
     float peak = -kInfinity;
@@ -93,6 +95,7 @@ int32_t Build(const RkvBuild& b) {
     for (int64_t j = a.len; j < a.capacity; ++j) logit[j] = -kInfinity;
     SetWeights(a, cell, logit, peak);
   }
+  if (!finite) return kNotFinite;
   const int32_t elected = a.mix < 1 ? Elect<true>(a) : Elect<false>(a);
   return elected == kNotElected ? kNotFinite : elected;
 }

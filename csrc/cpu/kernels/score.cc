@@ -152,10 +152,12 @@ void MultiplyPanels(const float* a, const float* b, int64_t head_dim, int rows, 
     }
 }
 
-// logit[t][c] = max over the group of q . k for the panel's columns, from raw keys.
-void QueryLogits(const ScoreLaneArgs& a, const Scratch& s, int64_t panel_id, int64_t padded) {
+// logit[t][c] = max over the group of q . k for the panel's columns, from raw keys. A maximum loses
+// NaN: false when any product is not finite.
+bool QueryLogits(const ScoreLaneArgs& a, const Scratch& s, int64_t panel_id, int64_t padded) {
   const int64_t rows = a.num_queries * a.group;
   alignas(64) float tile[kPanel * kPanel];
+  F zero = {};  // NaN where a product is not finite
   for (int64_t first = 0; first < rows; first += kPanel) {
     const int count = static_cast<int>(rows - first < kPanel ? rows - first : kPanel);
     MultiplyPanels(s.query_panel + first * a.head_dim, s.panels + panel_id * kPanel * a.head_dim,
@@ -165,10 +167,12 @@ void QueryLogits(const ScoreLaneArgs& a, const Scratch& s, int64_t panel_id, int
       const bool fresh = (first + r) % a.group == 0;
       for (int c = 0; c < kPanel; c += kWidth) {
         const F x = Load<F>(tile + r * kPanel + c);
+        zero += x * 0.0f;
         Store(to + c, fresh ? x : Max<kWidth>(Load<F>(to + c), x));
       }
     }
   }
+  return SumLanes<kWidth>(zero) == 0.0f;
 }
 
 // Divides the panel's columns by norm + 1e-8 and adds them to key_sum, lane by lane.
@@ -217,14 +221,13 @@ void Pool(const float* __restrict in, float* __restrict out, int64_t past, int64
   }
 }
 
-// Mean over queries of softmax over the past of logit / sqrt(head_dim), max-pooled after the mean
+// Mean over queries of softmax over the past of scale * logit, max-pooled after the mean
 // or, with pool_first, before it. Returns [past], in the scratch.
 const float* Importance(const ScoreLaneArgs& a, const Scratch& s, int64_t past, int64_t padded) {
-  const float scale = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(a.head_dim)));
   for (int64_t i = 0; i < padded; ++i) s.importance[i] = 0;
   for (int64_t t = 0; t < a.num_queries; ++t) {
     float* row = s.logit + t * padded;
-    const double sum = ExpAndSum(row, past, scale);
+    const double sum = ExpAndSum(row, past, a.scale);
     const float weight = static_cast<float>(1.0 / (sum * static_cast<double>(a.num_queries)));
     if (a.pool_first) Pool(row, s.pooled, past, a.kernel / 2);
     const float* from = a.pool_first ? s.pooled : row;
@@ -317,7 +320,7 @@ bool ScoreLane(const ScoreLaneArgs& a) {
     float* panel = s.panels + p * kPanel * a.head_dim;
     const int64_t left = a.len - p * kPanel;
     GatherKeys(a, a.order + p * kPanel, left < kPanel ? left : kPanel, panel);
-    if (p * kPanel < past) QueryLogits(a, s, p, padded);
+    if (p * kPanel < past && !QueryLogits(a, s, p, padded)) return false;
     NormalisePanel(a, panel, s.key_sum);
   }
   for (int64_t k = 0; k < a.head_dim; ++k) {
@@ -329,7 +332,7 @@ bool ScoreLane(const ScoreLaneArgs& a) {
 
   const double sum = ExpAndSum(s.mean, a.len, 1.0f);
   const float redundancy = static_cast<float>((1.0 - static_cast<double>(a.mix)) / sum);
-  bool finite = true;
+  bool finite = sum - sum == 0;
   for (int64_t i = 0; i < past; ++i) {
     const float x = a.mix * importance[i] - s.mean[i] * redundancy;
     finite &= __builtin_isfinite(x);

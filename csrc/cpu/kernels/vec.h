@@ -207,7 +207,7 @@ KV_INLINE float ToFloat(F16 x) {
   return LoadHalf<4>(four)[0];
 }
 
-// exp(x) for x <= 80: 0 below -87 (-inf included), relative error below 2e-7, NaN for NaN.
+// exp(x) for x <= 80: 0 below -87 (-inf included), relative error below 2e-7, NaN for every NaN.
 // Source: the polynomial of Cephes expf.
 template <int W>
 KV_INLINE VecF<W> ExpBelow80(VecF<W> x) {
@@ -224,7 +224,8 @@ KV_INLINE VecF<W> ExpBelow80(VecF<W> x) {
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + (r + 1.0f);
   const VecI<W> scaled = (VecI<W>)p + ((VecI<W>)shifted << 23);
-  return tiny ? VecF<W>{} : (VecF<W>)scaled;
+  // The exponent's addition may carry the payload of a NaN into its sign: x * 0 brings it back.
+  return tiny ? VecF<W>{} : (VecF<W>)scaled + x * 0.0f;
 }
 
 template <int W>
