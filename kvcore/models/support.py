@@ -92,9 +92,7 @@ def check_supported(config: PretrainedConfig) -> None:
         refuse(f"rope_theta: expected a number > 0, got {rope['rope_theta']!r}")
     shape = cache_shape(config, None)
     if shape.q_heads % shape.kv_heads:
-        refuse(
-            f"{shape.q_heads} query heads cannot share {shape.kv_heads} kv heads"
-        )
+        refuse(f"{shape.q_heads} query heads cannot share {shape.kv_heads} kv heads")
     if shape.head_dim % 8 or not 8 <= shape.head_dim <= 256:
         refuse(f"head_dim {shape.head_dim} is not a multiple of 8 in [8, 256]")
 
