@@ -335,7 +335,8 @@ class SearchConfig:
         sampling: of both models; ``max_new_tokens`` bounds one step.
         max_steps: steps of one solution.
         max_tokens: context in tokens, prompt included, at which a solution is retired.
-        detector: of base candidates; ``None`` switches early exit off.
+        detector: of base candidates; ``None`` switches early exit off. An engine made without a
+            detector is lent this one while a search runs.
         seed: of the run; every draw is a function of (seed, problem, step, source, candidate,
             token).
     """

@@ -515,6 +515,8 @@ ROPES = [
     {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4},
     {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 1e4},
     {"rope_type": None, "rope_theta": 1e4},
+    {"rope_type": "default", "rope_theta": "many"},
+    {"rope_type": "linear", "factor": 2.0, "rope_theta": -1.0},
     [1.0],
     "linear",
 ]

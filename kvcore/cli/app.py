@@ -323,7 +323,7 @@ def demo(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Trace of KV-Rescue; in the folder of temporary files if not given.",
+            help="Trace of KV-Rescue; a fresh file in the folder of temporary files if not given.",
         ),
     ] = None,
     json_file: Annotated[

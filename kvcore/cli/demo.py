@@ -26,6 +26,7 @@ from kvcore.demo.settings import eviction_config
 from kvcore.demo.task import STEP_END, Problem
 from kvcore.native import _C
 from kvcore.search import ProblemEnded, Solution, TraceEvent
+from kvcore.search.failures import told
 from kvcore.view.trace import TraceWriter
 
 _ORDER = ("full", "evicted", "helper", "rescue")

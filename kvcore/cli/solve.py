@@ -133,7 +133,7 @@ def _engine_config(job: Job, model: LoadedModel) -> EngineConfig:
 
     A solution has at most ``max_tokens`` base tokens. The same text may have more tokens elsewhere
     (another tokenizer, another template, a separator for each step), but hardly more than four
-    times as many. Tables are sized by the context, so a context of a million is not taken for nothing.
+    times as many. Tables are sized by the context: a context of a million costs memory in each row.
     """
     most = 4 * (job.search.max_tokens + job.search.sampling.max_new_tokens) + 4096
     return replace(job.engine, context_len=min(most, model.context_len))

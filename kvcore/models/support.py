@@ -88,7 +88,11 @@ def check_supported(config: PretrainedConfig) -> None:
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in rope:
         refuse("its configuration has no rope_parameters.rope_theta (transformers 5 form)")
+    elif not _is_positive(rope["rope_theta"]):
+        refuse(f"rope_theta: expected a number > 0, got {rope['rope_theta']!r}")
     shape = cache_shape(config, None)
+    if shape.q_heads % shape.kv_heads:
+        refuse(f"{shape.q_heads} query heads cannot share {shape.kv_heads} kv heads")
     if shape.head_dim % 8 or not 8 <= shape.head_dim <= 256:
         refuse(f"head_dim {shape.head_dim} is not a multiple of 8 in [8, 256]")
 

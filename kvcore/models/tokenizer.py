@@ -50,7 +50,7 @@ def _of_file(folder: Path, file: Path) -> PreTrainedTokenizerBase:
     if usual is not None and _says_the_same(usual, truth, others=False):
         return _plain(usual)
     plain: Any = PreTrainedTokenizerFast.from_pretrained(folder)
-    if not _keeps_added_tokens(plain, truth):
+    if not _keeps_added_tokens(_state(plain.backend_tokenizer), truth):
         names = {name: getattr(plain, name) for name in _NAMED if getattr(plain, name)}
         template = plain.chat_template
         plain = PreTrainedTokenizerFast(
@@ -88,20 +88,20 @@ def _says_the_same(tokenizer: Any, truth: dict[str, Any], *, others: bool) -> bo
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return False
-    own = _state(backend)
+    own = _state(backend)  # costs a second for large vocabularies: once
     if not others and len(own["added_tokens"]) != len(truth["added_tokens"]):
         return False
     # Without a post-processor in the file the configuration says which tokens are put in front.
     parts = [p for p in _PARTS if p != "post_processor" or truth[p] is not None]
-    return all(own[part] == truth[part] for part in parts) and _keeps_added_tokens(tokenizer, truth)
+    return all(own[part] == truth[part] for part in parts) and _keeps_added_tokens(own, truth)
 
 
-def _keeps_added_tokens(tokenizer: Any, truth: dict[str, Any]) -> bool:
+def _keeps_added_tokens(state: dict[str, Any], truth: dict[str, Any]) -> bool:
     """Whether the file's added tokens are matched as it says; there may be others besides.
 
     The configuration may declare a token special that the file does not.
     """
-    own = {token["id"]: token for token in _state(tokenizer.backend_tokenizer)["added_tokens"]}
+    own = {token["id"]: token for token in state["added_tokens"]}
     for token in truth["added_tokens"]:
         other = own.get(token["id"], {})
         if other != token and other != {**token, "special": True}:

@@ -65,9 +65,12 @@ class Prompting:
                 warnings.append(
                     f"{role} {models[role].name!r}: its chat template leaves the system prompt out"
                 )
-        plain = [role for role in models if not has_template(tokenizers[role])]
-        names = " and ".join(f"{role} {models[role].name!r}" for role in plain)
-        if plain and (system or len(plain) < len(models)):
+        readers_by_role = dict(models)
+        if scorer is not None and scorer.tokenizer not in tokenizers.values():
+            readers_by_role["scorer"] = scorer
+        plain = [r for r, model in readers_by_role.items() if not has_template(model.tokenizer)]
+        names = " and ".join(f"{role} {readers_by_role[role].name!r}" for role in plain)
+        if plain and (system or len(plain) < len(readers_by_role)):
             what = "the system prompt and the question" if system else "the question"
             warnings.append(f"no chat template: {names} given {what} as plain text")
         return cls(system, dict(template_args), tuple(warnings))
