@@ -104,6 +104,19 @@ def test_a_number_that_comes_while_values_are_read_fails_the_reading(part):
     assert events[children[1]].values.isfinite().all()
 
 
+def test_a_fork_of_what_ended_as_nan_ends_so_again_or_goes_on():
+    ward = Ward("v_proj", math.inf)
+    engine = ward.engine(EvictionConfig())
+    seq = engine.add(sick_prompt(), greedy(40))
+    run(engine)
+    children = engine.fork(seq, [greedy(3), greedy(3)])
+    ended = [event.generation.finish for event in run(engine) if event.generation is not None]
+    assert ended == [Finish.NAN] * 2
+    for each in [*children, seq]:
+        engine.release(each)
+    assert engine.free_blocks == engine.num_blocks
+
+
 def test_what_was_taken_back_is_not_held_against_a_sequence():
     ward = Ward("v_proj", math.nan)
     engine = ward.engine(EvictionConfig())

@@ -81,6 +81,9 @@ class Executor:
                 for entry in self._due(commit):
                     self.drop_cache(entry.seq)
             commit.looked = True
+        for entry in commit.entries:
+            if entry.draw is not None and entry.draw.token < 0:
+                self._leave_pending(entry.seq)
         self._count(commit)
         alive = [entry for entry in commit.entries if entry.seq.error is None]
         events[commit.place :] = [event for entry in alive for event in entry.events]
@@ -201,6 +204,12 @@ class Executor:
                 stats.prompt_tokens += entry.feed.count
             stats.generated_tokens += entry.draw is not None and entry.draw.token >= 0
             stats.evicted_slots += entry.replaced
+
+    def _leave_pending(self, seq: Sequence) -> None:
+        """Take the last token out of the cache, for nothing follows it: whoever forks feeds it."""
+        while seq.segments and seq.segments[-1] >= len(seq.tokens):
+            seq.segments.pop()
+        self.drop_cache(seq)
 
     def _look(self, commit: Commit) -> None:
         """Evict where a piece has filled the cache. Looking again changes nothing."""

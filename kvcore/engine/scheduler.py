@@ -24,7 +24,7 @@ class Plan:
     counts: list[int] = field(default_factory=list)
     failed: list[tuple[Sequence, str]] = field(default_factory=list)
     preempted: int = 0
-    started: int = 0  # forks taken off their parents
+    started: int = 0  # forks taken off their parents, or given back to theirs
 
 
 def _by_urgency(sequences: Iterable[Sequence]) -> list[Sequence]:
@@ -86,7 +86,7 @@ class Scheduler:
             limit = min(max(spare, 1), self._max_tokens - total)
             count = self._admit(seq, limit, everyone, plan)
             if count == 0:
-                newcomers = newcomers and resident
+                newcomers = newcomers and (resident or not seq.busy)
                 continue
             plan.seqs.append(seq)
             plan.counts.append(count)
@@ -114,6 +114,9 @@ class Scheduler:
         while True:
             count = 0
             missing = self._make_resident(seq)
+            if missing == 0 and not (seq.feeds or seq.restoring):
+                plan.started += 1  # a fork of its own parent gave all that its forks wait for
+                return 0
             if missing == 0 and newcomer and plan.seqs:
                 missing = self._missing_to_stay(seq)
             if missing == 0:
