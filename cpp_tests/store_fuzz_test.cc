@@ -25,9 +25,13 @@ struct Kind {
   const char* name;
   bool replaces;
   int64_t stats_channels;
+  int64_t states;
 };
 
-constexpr Kind kKinds[] = {{"Plain", false, 0}, {"Replacing", true, 0}, {"Accumulating", true, 3}};
+constexpr Kind kKinds[] = {{"Plain", false, 0, 0},
+                           {"Replacing", true, 0, 0},
+                           {"Accumulating", true, 3, 0},
+                           {"WithStates", true, 0, 9}};
 constexpr int64_t kNumKinds = std::size(kKinds);
 
 class StoreFuzz : public ::testing::TestWithParam<Kind> {
@@ -39,7 +43,8 @@ class StoreFuzz : public ::testing::TestWithParam<Kind> {
             .blocks = 56,
             .window = 4,
             .replaces = GetParam().replaces,
-            .stats_channels = GetParam().stats_channels};
+            .stats_channels = GetParam().stats_channels,
+            .states = GetParam().states};
   }
   StoreFuzz() : m(Shape()), random(20240817) { SetNumThreads(1); }
 
@@ -95,11 +100,25 @@ class StoreFuzz : public ::testing::TestWithParam<Kind> {
     for (size_t lane = 0; lane < lanes.size(); ++lane) {
       const auto len = static_cast<int32_t>(lanes[lane].size());
       if (!random.Chance(percent)) continue;
+      const auto& states = m.sequences().at(seq).states;
+      if (!states.empty() && states[lane] == 0) continue;  // append_kv refuses it
       const int32_t absurd[] = {len, len + 1, 1 << 20, 0x7fffffff, -7};
       const bool sane = len > 0 && random.Chance(97);
       m.Elect(seq, static_cast<int64_t>(lane),
               static_cast<int32_t>(sane ? random.Below(len) : absurd[random.Below(5)]));
     }
+  }
+
+  void TakeStates(const std::vector<SeqId>& seqs) {
+    constexpr int64_t kFull = 9;
+    int64_t needed = 0;
+    for (const SeqId seq : seqs) {
+      const auto& s = m.sequences().at(seq);
+      for (size_t lane = 0; lane < s.lanes.size(); ++lane) {
+        needed += static_cast<int64_t>(s.lanes[lane].size()) >= kFull && s.states[lane] == 0;
+      }
+    }
+    Take(0, needed <= m.store.FreeStates(), [&] { m.TakeStates(seqs, kFull); });
   }
 
   // The next single token of the sequence would overwrite a slot that is not there.
@@ -124,7 +143,13 @@ class StoreFuzz : public ::testing::TestWithParam<Kind> {
 
   std::vector<SeqId> Fork(SeqId parent, int64_t count, bool copy) {
     std::vector<SeqId> children;
-    Take(m.store.BlocksToFork(parent, count, copy), count <= m.store.FreeRows(),
+    const auto& s = m.sequences().at(parent);
+    int64_t states = 0;
+    for (size_t lane = 0; lane < s.states.size(); ++lane) {
+      states += s.states[lane] != 0 && s.replace[lane] >= 0;
+    }
+    const bool enough = count <= m.store.FreeRows() && states * count <= m.store.FreeStates();
+    Take(m.store.BlocksToFork(parent, count, copy), enough,
          [&] { children = m.Fork(parent, count, copy); });
     return children;
   }
@@ -203,6 +228,7 @@ class StoreFuzz : public ::testing::TestWithParam<Kind> {
     for (const SeqId seq : Live()) m.Release(seq);
     EXPECT_EQ(m.store.FreeBlocks(), m.shape().blocks);
     EXPECT_EQ(m.store.FreeRows(), m.shape().rows);
+    EXPECT_EQ(m.store.FreeStates(), m.shape().states);
     m.store.CheckIntegrity();
   }
 
@@ -256,8 +282,9 @@ class StoreFuzz : public ::testing::TestWithParam<Kind> {
       ExpectRefused([&] { m.Truncate(seq, m.sequences().at(seq).undoable + 1); });
       return {seq};
     }
-    if (what < 94) {
+    if (what < 95) {
       if (m.shape().stats_channels > 0) m.Attend(seq);
+      if (m.shape().states > 0) TakeStates(some);
       if (m.shape().replaces && random.Chance(50)) m.ForgetReplace(seq);
       return {seq};
     }

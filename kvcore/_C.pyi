@@ -21,8 +21,10 @@ class KvStore:
     block_table: i32 [rows, layers, kv_heads, max_blocks]; lane_len: i32 [rows, layers, kv_heads];
     seq_len: i32 [rows]; query_ring: T [rows, layers, q_heads, window, head_dim] or None;
     attention_stats: f32 [blocks, channels, 16] with stats_start f32 [channels], or None;
+    replace: i32 [rows, layers, kv_heads] or None;
     not_finite: i32 [rows] or None: 1 + the smallest position whose key, value, query or attention
-    was not finite, 0 for none.
+    was not finite, 0 for none;
+    lane_state: u8 [states, bytes] with state_of i32 [rows, layers, kv_heads], or None.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class KvStore:
         attention_stats: Tensor | None = None,
         stats_start: Tensor | None = None,
         not_finite: Tensor | None = None,
+        state_of: Tensor | None = None,
     ) -> None: ...
     def num_replaced(self, seq: int) -> int:
         """Slots that the last extend overwrites; it cannot be undone if there are any."""
@@ -59,6 +62,11 @@ class KvStore:
     def forget_replace(self, seq: int) -> None:
         """Every lane appends its next token, whatever was elected."""
 
+    def take_states(self, seqs: Sequence[int], full: Tensor) -> None:
+        """A lane state for every lane that holds ``full`` i32 [layers, kv_heads] slots."""
+
+    def num_states(self, seq: int) -> int: ...
+    def free_states(self) -> int: ...
     def fork(self, parent: int, count: int, copy: bool, stream: int = 0) -> list[int]: ...
     def blocks_to_fork(self, parent: int, count: int, copy: bool) -> int: ...
     def adopt(self, parent: int, child: int) -> None: ...

@@ -52,6 +52,8 @@ class KVCache:
         replaces: lanes may have a slot that their next token overwrites (the steady cadence).
         observe: settings of the fused R-KV pass, which attention then runs.
         state_slots: longest lane that the fused pass keeps a state of.
+        states: of lanes at once, handed out by ``store.take_states``; None for all lanes of all
+            rows. Memory is touched only when used.
         accumulates: what attention adds up in every slot (``attention_stats``): "sum", "per_head",
             or nothing.
     """
@@ -67,6 +69,7 @@ class KVCache:
         replaces: bool = False,
         observe: _C.RkvSettings | None = None,
         state_slots: int = 0,
+        states: int | None = None,
         accumulates: Literal["sum", "per_head"] | None = None,
     ) -> None:
         self.shape = shape
@@ -88,10 +91,13 @@ class KVCache:
         self.scale = shape.head_dim**-0.5  # of the attention, as last seen
         self._has_scale = False
         self._not_finite = torch.zeros(rows, dtype=torch.int32)
-        self.lane_state = None
+        self.states = self.state_bytes = 0
+        self.lane_state = self.state_of = None
         if observe is not None:
-            state = _C.rkv_state_bytes(state_slots, window, shape.head_dim)
-            self.lane_state = torch.empty((*table[:3], state), dtype=torch.uint8)
+            self.states = rows * shape.lanes if states is None else states
+            self.state_bytes = _C.rkv_state_bytes(state_slots, window, shape.head_dim)
+            self.lane_state = torch.empty((self.states, self.state_bytes), dtype=torch.uint8)
+            self.state_of = torch.full(table[:3], -1, dtype=torch.int32)
         self.stats_plane = self.stats_start = None
         if accumulates is not None:
             group = shape.q_heads // shape.kv_heads
@@ -113,6 +119,7 @@ class KVCache:
             self.stats_plane,
             self.stats_start,
             self._not_finite,
+            self.state_of,
         )
         self._scratch_threads = 0
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -221,9 +228,13 @@ class KVCache:
         return flat.masked_fill(~live, missing)
 
     def bytes_of(self, seq: int) -> int:
-        """Bytes of the blocks that this sequence holds, shared ones included."""
-        return self.store.num_blocks(seq) * self.shape.block_bytes
+        """Bytes of the blocks that this sequence holds, shared ones included, and of the states of
+        its lanes.
+        """
+        blocks = self.store.num_blocks(seq) * self.shape.block_bytes
+        return blocks + self.store.num_states(seq) * self.state_bytes
 
     def bytes_in_use(self) -> int:
-        """Bytes of all blocks that some sequence holds, shared ones once."""
-        return (self.blocks - self.store.free_blocks()) * self.shape.block_bytes
+        """Bytes of all blocks that some sequence holds, shared ones once, and of lane states."""
+        blocks = (self.blocks - self.store.free_blocks()) * self.shape.block_bytes
+        return blocks + (self.states - self.store.free_states()) * self.state_bytes

@@ -16,6 +16,11 @@ float Number(uint32_t stamp, Plane plane, int64_t lane_or_head, int64_t dim) {
   return static_cast<float>(word >> 8);
 }
 
+void Forget(ModelledStore::Sequence* s) {
+  s->replace.assign(s->replace.size(), -1);
+  s->states.assign(s->states.size(), 0);
+}
+
 }  // namespace
 
 StoreTensors::StoreTensors(const StoreShape& s)
@@ -40,6 +45,12 @@ StoreTensors::StoreTensors(const StoreShape& s)
     replace = OwnedTensor(DType::kI32, {s.rows, s.layers, s.kv_heads});
     replace.Fill(kUnusedTableEntry);
   }
+  if (s.states > 0) {
+    const RkvStateLayout layout(s.max_blocks * kBlockSlots, s.window, s.head_dim);
+    lane_state = OwnedTensor(DType::kU8, {s.states, layout.bytes});
+    state_of = OwnedTensor(DType::kI32, {s.rows, s.layers, s.kv_heads});
+    state_of.Fill(kUnusedTableEntry);
+  }
   if (s.stats_channels > 0) {
     attention_stats = OwnedTensor(DType::kF32, {s.blocks, s.stats_channels, kBlockSlots});
     attention_stats.Fill(nan);
@@ -62,13 +73,19 @@ KvCacheView StoreTensors::view() const {
     v.attention_stats = attention_stats.view();
     v.stats_start = stats_start.view();
   }
+  if (state_of.view().ndim > 0) {
+    v.lane_state = lane_state.view();
+    v.state_of = state_of.view();
+    v.state_slots = v.max_blocks() * kBlockSlots;
+  }
   v.head_dim = head_dim_;
   return v;
 }
 
 std::vector<uint8_t> StoreTensors::Snapshot() const {
-  const OwnedTensor* all[] = {&key_blocks, &value_blocks, &position, &block_table,    &lane_len,
-                              &seq_len,    &query_ring,   &replace,  &attention_stats};
+  const OwnedTensor* all[] = {&key_blocks,      &value_blocks, &position,   &block_table,
+                              &lane_len,        &seq_len,      &query_ring, &replace,
+                              &attention_stats, &lane_state,   &state_of};
   size_t num_bytes = 0;
   for (const OwnedTensor* t : all) num_bytes += t->bytes().size();
   std::vector<uint8_t> bytes;
@@ -93,6 +110,7 @@ SeqId ModelledStore::Create() {
   Sequence& s = sequences_[seq];
   s.lanes.resize(num_lanes());
   if (shape_.replaces) s.replace.assign(num_lanes(), -1);
+  if (shape_.states > 0) s.states.assign(num_lanes(), 0);
   s.ring.assign(shape_.window, 0);
   return seq;
 }
@@ -127,7 +145,7 @@ void ModelledStore::Append(const std::vector<SeqId>& seqs, const std::vector<int
       if (shape_.window > 0) s.ring[token.position % shape_.window] = token.stamp;
     }
     s.undoable = replaced ? 0 : s.undoable + counts[i];
-    if (counts[i] > 0 && !replaced) s.replace.assign(s.replace.size(), -1);
+    if (counts[i] > 0 && !replaced) Forget(&s);
   }
 
   const auto num_tokens = static_cast<int64_t>(stamps.size());
@@ -177,7 +195,7 @@ void ModelledStore::Truncate(SeqId seq, int64_t count) {
   for (auto& lane : s.lanes) lane.resize(lane.size() - count);
   s.seq_len -= count;
   s.undoable -= count;
-  if (count > 0) s.replace.assign(s.replace.size(), -1);
+  if (count > 0) Forget(&s);
 }
 
 std::vector<SeqId> ModelledStore::Fork(SeqId parent, int64_t count, bool copy) {
@@ -185,7 +203,12 @@ std::vector<SeqId> ModelledStore::Fork(SeqId parent, int64_t count, bool copy) {
     const ArmedFailures armed(failures);
     return store.Fork(parent, count, copy);
   }();
-  for (const SeqId child : children) sequences_[child] = sequences_.at(parent);
+  for (const SeqId child : children) {
+    Sequence& s = sequences_[child] = sequences_.at(parent);
+    for (size_t l = 0; l < s.states.size(); ++l) {
+      if (s.replace[l] < 0) s.states[l] = 0;
+    }
+  }
   return children;
 }
 
@@ -236,7 +259,7 @@ int64_t ModelledStore::Evict(const std::vector<SeqId>& seqs, const DropLists& li
       lane.resize(kept);
       if (lists[i][l].empty()) continue;
       s.undoable = 0;
-      s.replace.assign(s.replace.size(), -1);
+      Forget(&s);
     }
   }
   return dropped;
@@ -249,8 +272,28 @@ void ModelledStore::Elect(SeqId seq, int64_t lane, int32_t slot) {
 
 void ModelledStore::ForgetReplace(SeqId seq) {
   store.ForgetReplace(seq);
-  Sequence& s = sequences_.at(seq);
-  s.replace.assign(s.replace.size(), -1);
+  Forget(&sequences_.at(seq));
+}
+
+uint32_t* ModelledStore::StateOf(SeqId seq, int64_t lane) const {
+  return reinterpret_cast<uint32_t*>(store.view().State(store.Row(seq) * num_lanes() + lane));
+}
+
+void ModelledStore::TakeStates(const std::vector<SeqId>& seqs, int64_t full) {
+  OwnedTensor limit(DType::kI32, {shape_.layers, shape_.kv_heads});
+  limit.Fill(static_cast<double>(full));
+  {
+    const ArmedFailures armed(failures);
+    store.TakeStates(seqs, limit.view());
+  }
+  for (const SeqId seq : seqs) {
+    Sequence& s = sequences_.at(seq);
+    for (int64_t l = 0; l < num_lanes(); ++l) {
+      if (static_cast<int64_t>(s.lanes[l].size()) < full || s.states[l] != 0) continue;
+      s.states[l] = next_stamp_++;
+      if (uint32_t* state = StateOf(seq, l)) *state = s.states[l];
+    }
+  }
 }
 
 void ModelledStore::Attend(SeqId seq) {
@@ -294,6 +337,10 @@ std::string ModelledStore::Difference(SeqId seq) const {
     }
     if (shape_.replaces && view.Replaced(lane_id) != s.replace[l]) {
       return differs("lane ", l, " replaces ", view.Replaced(lane_id), ", expected ", s.replace[l]);
+    }
+    if (shape_.states > 0) {
+      const uint32_t* state = StateOf(seq, l);
+      if ((state != nullptr ? *state : 0) != s.states[l]) return differs("the state of lane ", l);
     }
     const int32_t* table = view.block_table.ptr<int32_t>() + lane_id * shape_.max_blocks;
     for (int64_t slot = 0; slot < len; ++slot) {

@@ -21,6 +21,7 @@ struct StoreShape {
   int64_t window = 4;          // query ring; 0 = none
   bool replaces = false;       // lanes may have a slot that their next token overwrites
   int64_t stats_channels = 0;  // of attention_stats; 0 = none
+  int64_t states = 0;          // of lanes; 0 = none. They need a window and replaces.
 };
 
 // Float32. Keys, values, ring NaN, lengths garbage and table entries huge until a store writes
@@ -32,7 +33,7 @@ class StoreTensors {
   std::vector<uint8_t> Snapshot() const;  // all bytes of all tensors
 
   OwnedTensor key_blocks, value_blocks, position, block_table, lane_len, seq_len, query_ring;
-  OwnedTensor replace, attention_stats, stats_start;
+  OwnedTensor replace, attention_stats, stats_start, lane_state, state_of;
 
  private:
   int64_t head_dim_;
@@ -55,6 +56,7 @@ class ModelledStore {
     int64_t undoable = 0;
     std::vector<std::vector<Token>> lanes;
     std::vector<int32_t> replace;  // per lane, if the shape replaces; < 0 = the next is appended
+    std::vector<uint32_t> states;  // per lane, if the shape has states: what is in it; 0 = none
     std::vector<uint32_t> ring;    // stamp of the query in each place; 0 = never written
   };
 
@@ -73,6 +75,8 @@ class ModelledStore {
   void Elect(SeqId seq, int64_t lane, int32_t slot);
   void Attend(SeqId seq);
   void ForgetReplace(SeqId seq);
+  // A state, with a number in it, for every lane of at least `full` slots.
+  void TakeStates(const std::vector<SeqId>& seqs, int64_t full);
 
   // "" when the store's tensors hold exactly what the model says, else the first difference.
   std::string Difference(SeqId seq) const;
@@ -87,6 +91,8 @@ class ModelledStore {
   Failures failures;  // of the store in each of the changes above
 
  private:
+  uint32_t* StateOf(SeqId seq, int64_t lane) const;  // null if it has none
+
   const OpTable& ops_;
   StoreShape shape_;
   std::map<SeqId, Sequence> sequences_;

@@ -23,7 +23,7 @@ BoundStore MakeStore(const py::object& key_blocks, const py::object& value_block
                      const py::object& query_ring, int64_t head_dim, const py::object& replace,
                      const py::object& lane_state, int64_t state_slots,
                      const py::object& attention_stats, const py::object& stats_start,
-                     const py::object& not_finite) {
+                     const py::object& not_finite, const py::object& state_of) {
   KvCacheView view;
   view.key_blocks = ViewOfTensor(key_blocks.ptr(), "key_blocks");
   view.value_blocks = ViewOfTensor(value_blocks.ptr(), "value_blocks");
@@ -34,6 +34,7 @@ BoundStore MakeStore(const py::object& key_blocks, const py::object& value_block
   if (!query_ring.is_none()) view.query_ring = ViewOfTensor(query_ring.ptr(), "query_ring");
   if (!replace.is_none()) view.replace = ViewOfTensor(replace.ptr(), "replace");
   if (!lane_state.is_none()) view.lane_state = ViewOfTensor(lane_state.ptr(), "lane_state");
+  if (!state_of.is_none()) view.state_of = ViewOfTensor(state_of.ptr(), "state_of");
   if (!attention_stats.is_none()) {
     view.attention_stats = ViewOfTensor(attention_stats.ptr(), "attention_stats");
     view.stats_start = ViewOfTensor(stats_start.ptr(), "stats_start");
@@ -42,7 +43,7 @@ BoundStore MakeStore(const py::object& key_blocks, const py::object& value_block
   view.state_slots = state_slots;
   view.head_dim = head_dim;
   return {{key_blocks, value_blocks, position, block_table, lane_len, seq_len, query_ring, replace,
-           lane_state, attention_stats, stats_start, not_finite},
+           lane_state, attention_stats, stats_start, not_finite, state_of},
           KvStore(view)};
 }
 
@@ -62,7 +63,7 @@ void BindStore(py::module_& m) {
            py::arg("query_ring") = py::none(), py::arg("head_dim"), py::arg("replace") = py::none(),
            py::arg("lane_state") = py::none(), py::arg("state_slots") = 0,
            py::arg("attention_stats") = py::none(), py::arg("stats_start") = py::none(),
-           py::arg("not_finite") = py::none())
+           py::arg("not_finite") = py::none(), py::arg("state_of") = py::none())
       .def("create", [](BoundStore& s) { return s.store.Create(); })
       .def(
           "release", [](BoundStore& s, SeqId seq) { s.store.Release(seq); }, py::arg("seq"))
@@ -90,6 +91,16 @@ void BindStore(py::module_& m) {
       .def(
           "forget_replace", [](BoundStore& s, SeqId seq) { s.store.ForgetReplace(seq); },
           py::arg("seq"))
+      .def(
+          "take_states",
+          [](BoundStore& s, const Seqs& seqs, const TensorArg<"full">& full) {
+            s.store.TakeStates(seqs, full);
+          },
+          py::arg("seqs"), py::arg("full"), NoGil())
+      .def(
+          "num_states", [](const BoundStore& s, SeqId seq) { return s.store.NumStates(seq); },
+          py::arg("seq"))
+      .def("free_states", [](const BoundStore& s) { return s.store.FreeStates(); })
       .def(
           "fork",
           [](BoundStore& s, SeqId parent, int64_t count, bool copy, Stream stream) {

@@ -13,7 +13,7 @@ namespace kvcore {
 // A KvStore that keeps its tensors alive. Not thread-safe: one thread at a time per store, though
 // the GIL is released while an operation runs.
 struct BoundStore {
-  static constexpr int kNumTensors = 12;
+  static constexpr int kNumTensors = 13;
 
   std::array<pybind11::object, kNumTensors> tensors;  // declared first: outlives the store
   KvStore store;

@@ -111,6 +111,11 @@ void CheckParams(const KvCacheView& view, const AppendKvParams& p) {
           << "replace: expected a slot below lane_len " << view.lane_len.ptr<int32_t>()[lane]
           << " in row " << rows[s] << ", layer " << p.layer << ", kv head " << h << ", got "
           << view.Replaced(lane);
+      KV_CHECK(count != 1 || view.Replaced(lane) < 0 || view.state_of.empty() ||
+               view.State(lane) != nullptr)
+          << "state_of: expected a state of [0, " << view.num_states() << ") in row " << rows[s]
+          << ", layer " << p.layer << ", kv head " << h << ", whose slot " << view.Replaced(lane)
+          << " is overwritten, got " << view.state_of.ptr<int32_t>()[lane];
     }
     const int64_t total = view.seq_len.ptr<int32_t>()[rows[s]];
     KV_CHECK(total >= count) << "seq_len[" << rows[s] << "]: expected at least " << count
@@ -168,8 +173,7 @@ void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream) {
           replaced >= 0 ? replaced : view.lane_len.ptr<int32_t>()[lane] - count;
       if (replaced >= 0 && !view.lane_state.empty())
         read_key(view.key_blocks.ptr<char>() + table[replaced / kBlockSlots] * block_bytes,
-                 replaced % kBlockSlots, head_dim,
-                 view.lane_state.ptr<char>() + lane * state.bytes + state.replaced_key);
+                 replaced % kBlockSlots, head_dim, view.State(lane) + state.replaced_key);
       const int64_t first_position = view.seq_len.ptr<int32_t>()[rows[s]] - count;
       for (int64_t t = 0; t < count; ++t) {
         const int64_t slot = (first_slot + t) % kBlockSlots;

@@ -132,6 +132,9 @@ void CheckObserved(const KvCacheView& view, const AttendParams& p, int64_t group
           << view.state_slots << " slots in row " << rows[s] << ", layer " << p.layer
           << ", kv head " << h << ", got " << len << " with slot " << view.Replaced(lane)
           << " replaced";
+      KV_CHECK(view.State(lane) != nullptr)
+          << "state_of: expected a state of [0, " << view.num_states() << ") in row " << rows[s]
+          << ", layer " << p.layer << ", kv head " << h << ", got none";
     }
 }
 
@@ -294,7 +297,7 @@ class Runner {
     if (!IsObserved(view_, p_, lane, Count(at))) return Call(run_, at, &tile);
     RkvLane rkv;
     const RkvStateLayout state = view_.StateLayout();
-    char* const lane_state = view_.lane_state.ptr<char>() + lane * state.bytes;
+    char* const lane_state = view_.State(lane);
     BindState(lane_state, state, &rkv);
     rkv.key_blocks = tile.key_blocks;
     rkv.table = tile.table;

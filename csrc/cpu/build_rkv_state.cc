@@ -61,6 +61,11 @@ void BuildRkvStateCpu(const KvCacheView& view, const BuildRkvStateParams& p, Str
     KV_CHECK(len <= view.state_slots)
         << "lane_len: expected at most " << view.state_slots << " slots in row " << row
         << ", layer " << layer << ", kv head " << head << ", got " << len;
+    KV_CHECK(len < p.full.ptr<int32_t>()[i % (layers * heads)] ||
+             view.State(view.LaneId(row, layer, head)) != nullptr)
+        << "state_of: expected a state of [0, " << view.num_states() << ") in row " << row
+        << ", layer " << layer << ", kv head " << head << ", which holds " << len
+        << " slots, got none";
   }
   const ThreadScratch sizes(view);
   const int threads = ThreadsForScratch(p.scratch, kAlign, sizes.total());
@@ -88,7 +93,7 @@ void BuildRkvStateCpu(const KvCacheView& view, const BuildRkvStateParams& p, Str
         replace = kNotElected;
         continue;
       }
-      BindState(view.lane_state.ptr<char>() + lane * state.bytes, state, &a);
+      BindState(view.State(lane), state, &a);
       a.key_blocks = view.key_blocks.data;
       a.table = view.block_table.ptr<int32_t>() + lane * view.max_blocks();
       a.head_dim = view.head_dim;

@@ -4,10 +4,10 @@
 
 namespace kvcore {
 
-// Fills lane_state of the rows' lanes that hold at least `full` slots, from their keys and the
-// query ring, and elects: `replace` becomes the slot of the lowest R-KV score, of equal ones the
-// oldest, or -2 when keys or queries are not finite. Shorter lanes get -1. `scale` is the
-// attention's.
+// Fills lane_state of the rows' lanes that hold at least `full` slots and have a state, from their
+// keys and the query ring, and elects: `replace` becomes the slot of the lowest R-KV score, of
+// equal ones the oldest, or -2 when keys or queries are not finite. Shorter lanes get -1. `scale`
+// is the attention's.
 struct BuildRkvStateParams {
   TensorView rows;     // i32 [seqs]
   TensorView full;     // i32 [layers, kv_heads], > protect, <= state_slots

@@ -26,10 +26,12 @@ struct KvCacheView {
   // What attention each live slot has got, see AttendParams.accumulate.
   TensorView attention_stats;  // f32 [blocks, channels, 16] or empty
   TensorView stats_start;      // f32 [channels], what an appended slot begins with
-  TensorView lane_state;  // u8  [rows, layers, kv_heads, bytes] or empty: what the fused R-KV pass
-                          //     keeps of lanes with replace >= 0; layout of rkv_state.h
-  TensorView not_finite;  // i32 [rows] or empty: 1 + the smallest position at which append_kv was
-                          //     given, or attend has found, something not finite; 0 = none
+  // What the fused R-KV pass keeps of lanes with replace >= 0, layout of rkv_state.h. With state_of
+  // the states are a pool that lanes have a state of while they need one, else each has its own.
+  TensorView lane_state;    // u8  [states, bytes] or [rows, layers, kv_heads, bytes] or empty
+  TensorView state_of;      // i32 [rows, layers, kv_heads] or empty: the lane's state, -1 = none
+  TensorView not_finite;    // i32 [rows] or empty: 1 + the smallest position at which append_kv was
+                            //     given, or attend has found, something not finite; 0 = none
   int64_t state_slots = 0;  // longest lane that lane_state can describe
   int64_t head_dim = 0;
 
@@ -44,6 +46,14 @@ struct KvCacheView {
   RkvStateLayout StateLayout() const { return {state_slots, window(), head_dim}; }
   int32_t Replaced(int64_t lane) const {
     return replace.empty() ? -1 : replace.ptr<int32_t>()[lane];
+  }
+  int64_t num_states() const { return state_of.empty() ? 0 : lane_state.shape[0]; }
+  // Null if the lane has no state.
+  char* State(int64_t lane) const {
+    if (lane_state.empty()) return nullptr;
+    const int64_t state = state_of.empty() ? lane : state_of.ptr<int32_t>()[lane];
+    const bool is_there = state_of.empty() || (state >= 0 && state < num_states());
+    return is_there ? lane_state.ptr<char>() + state * StateLayout().bytes : nullptr;
   }
   int64_t LaneId(int64_t row, int64_t layer, int64_t head) const {
     return (row * num_layers() + layer) * num_kv_heads() + head;
@@ -106,11 +116,24 @@ struct KvCacheView {
           .Contiguous()
           .Check(stats_start, "stats_start", &dims);
     }
-    if (!lane_state.empty()) {
-      MatchTensor({"rows", "layers", "kv_heads", "state_bytes"})
-          .DType(DType::kU8)
+    if (!state_of.empty()) {
+      MatchTensor({"rows", "layers", "kv_heads"})
+          .DType(DType::kI32)
           .Contiguous()
-          .Check(lane_state, "lane_state", &dims);
+          .Check(state_of, "state_of", &dims);
+      KV_CHECK(!lane_state.empty()) << "state_of: needs lane_state";
+    }
+    if (!lane_state.empty()) {
+      if (state_of.empty())
+        MatchTensor({"rows", "layers", "kv_heads", "state_bytes"})
+            .DType(DType::kU8)
+            .Contiguous()
+            .Check(lane_state, "lane_state", &dims);
+      else
+        MatchTensor({"states", "state_bytes"})
+            .DType(DType::kU8)
+            .Contiguous()
+            .Check(lane_state, "lane_state", &dims);
       KV_CHECK(!replace.empty() && window() >= 1) << "lane_state: needs replace and a query ring";
       const int64_t bytes = StateLayout().bytes;
       KV_CHECK(dims["state_bytes"] == bytes)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <numeric>
 
 #include "base/check.h"
 
@@ -45,6 +46,11 @@ KvStore::KvStore(const KvCacheView& view, const OpTable* ops)
   row_of_.reserve(view_.num_rows());
   std::fill_n(view_.lane_len.ptr<int32_t>(), view_.lane_len.numel(), 0);
   std::fill_n(view_.seq_len.ptr<int32_t>(), view_.seq_len.numel(), 0);
+  if (!view_.state_of.empty()) {
+    std::fill_n(view_.state_of.ptr<int32_t>(), view_.state_of.numel(), -1);
+    free_states_.resize(view_.num_states());
+    std::iota(free_states_.begin(), free_states_.end(), 0);
+  }
   for (int64_t row = 0; row < view_.num_rows(); ++row) ForgetRow(row);
   if (!view_.not_finite.empty())
     std::fill_n(view_.not_finite.ptr<int32_t>(), view_.not_finite.numel(), 0);
@@ -174,34 +180,6 @@ void KvStore::Extend(const std::vector<SeqId>& seqs, const std::vector<int64_t>&
       }
     }
     for (int64_t lane = 0; lane < num_lanes_; ++lane) lens[lane] += count;
-  }
-}
-
-void KvStore::DecideToAppend(int64_t row) {
-  if (!decided_.empty()) std::fill_n(decided_.begin() + row * num_lanes_, num_lanes_, -1);
-}
-
-void KvStore::CheckAppend(const RaggedBatch& batch, int64_t layer) const {
-  const TensorView &rows = batch.rows, &cu_tokens = batch.cu_tokens;
-  for (const TensorView* ids : {&rows, &cu_tokens}) {
-    if (ids->dtype != DType::kI32 || ids->ndim != 1 || !ids->contiguous()) return;
-  }
-  const int64_t heads = view_.num_kv_heads();
-  if (decided_.empty() || layer < 0 || layer >= view_.num_layers() ||
-      cu_tokens.shape[0] != rows.shape[0] + 1) {
-    return;
-  }
-  const int32_t* cu = cu_tokens.ptr<int32_t>();
-  for (int64_t s = 0; s < rows.shape[0]; ++s) {
-    const int64_t row = rows.ptr<int32_t>()[s];
-    if (int64_t{cu[s + 1]} - cu[s] != 1 || row < 0 || row >= view_.num_rows()) continue;
-    for (int64_t head = 0; head < heads; ++head) {
-      const int64_t lane = view_.LaneId(row, layer, head);
-      KV_CHECK(std::max(view_.Replaced(lane), -1) == std::max(decided_[lane], -1))
-          << "replace: expected " << decided_[lane] << " in row " << row << ", layer " << layer
-          << ", kv head " << head << ", as extend found it (negative: append), got "
-          << view_.Replaced(lane);
-    }
   }
 }
 

@@ -53,15 +53,23 @@ class KvStore {
   // Tokens that the sequence was extended by since an Extend overwrote a slot of it or an Evict
   // dropped one: what Truncate may take. Forks inherit it.
   int64_t Undoable(SeqId seq) const { return undoable_[Row(seq)]; }
-  // The next token of every lane is appended, whatever was elected.
+  // The next token of every lane is appended, whatever was elected; its states are given back.
   void ForgetReplace(SeqId seq);
+
+  // Gives a state to every lane of seqs that holds at least full[layer, kv_head] slots, i32
+  // [layers, kv_heads], and has none. A lane gives it back when its row is released or forgets
+  // `replace`. States that were used least lately stay untouched: the lowest free id goes first.
+  // REQUIRES: a view with state_of (Error). Throws OutOfBlocks if there are too few.
+  void TakeStates(const std::vector<SeqId>& seqs, const TensorView& full);
+  int64_t NumStates(SeqId seq) const;  // that its lanes have
+  int64_t FreeStates() const { return static_cast<int64_t>(free_states_.size()); }
 
   // Makes `count` copies of `parent` that can be extended and evicted independently. copy = false
   // shares full blocks and copies the open one; copy = true copies all live blocks (for sequences
   // that evict: compaction rewrites slots in place). With attention_stats blocks are always copied:
   // every token adds to all of them. What belongs to the row (query ring, replace, not_finite,
-  // lane_state) is copied in both. Throws OutOfBlocks if blocks or rows do not suffice. Source:
-  // KV-Rescue, appendix C.
+  // lane_state) is copied in both, states of lanes with replace >= 0. Throws OutOfBlocks if blocks,
+  // rows or states do not suffice. Source: KV-Rescue, appendix C.
   std::vector<SeqId> Fork(SeqId parent, int64_t count, bool copy, Stream stream = 0);
   int64_t BlocksToFork(SeqId parent, int64_t count, bool copy) const;
   // `parent` becomes what `child` is; the child's handle dies. Nothing is copied.
@@ -118,10 +126,14 @@ class KvStore {
   void CopyBlocks(const std::vector<int32_t>& src, const std::vector<int32_t>& dst,
                   Stream stream) const;
   void CopyRow(const TensorView& tensor, int64_t from_row, int64_t to_row) const;
-  bool Replaces(int64_t row) const;   // a lane has a slot for its next single token to overwrite
-  void ForgetRow(int64_t row) const;  // ForgetReplace of a row
+  bool Replaces(int64_t row) const;  // a lane has a slot for its next single token to overwrite
+  void ForgetRow(int64_t row);       // ForgetReplace of a row
   void ForgetNotFinite(int64_t row, int64_t len) const;  // what was found at positions >= len
   void DecideToAppend(int64_t row);
+  int32_t& StateOf(int64_t row, int64_t lane) const;  // REQUIRES: the view has state_of
+  int32_t TakeState();                                // REQUIRES: one is free
+  int64_t NumElectedStates(int64_t row) const;        // of lanes with replace >= 0
+  void CopyStates(int64_t from_row, int64_t to_row);  // of lanes with replace >= 0
   void ShrinkLane(int64_t row, int64_t lane, int64_t len);
   void FreeRow(int64_t row);
 
@@ -129,6 +141,7 @@ class KvStore {
   const OpTable* ops_;
   BlockPool pool_;
   std::vector<int64_t> free_rows_;
+  std::vector<int32_t> free_states_;  // a heap: the lowest id is on top
   std::unordered_map<SeqId, int64_t> row_of_;
   // Per row: some lane's open (partly filled) block may have other owners. Only shrinking a row
   // that shares full blocks brings this about, so Extend need not look at tables otherwise. An

@@ -34,6 +34,10 @@ std::vector<SeqId> KvStore::Fork(SeqId parent, int64_t count, bool copy, Stream 
                       std::to_string(FreeRows()) + " are free");
   }
   NeedBlocks("Fork", needed);
+  if (!view_.state_of.empty() && count > 0 && NumElectedStates(from) > FreeStates() / count) {
+    throw OutOfBlocks("Fork: needs " + std::to_string(NumElectedStates(from)) +
+                      " lane states for each copy, " + std::to_string(FreeStates()) + " are free");
+  }
 
   std::vector<SeqId> children(count);
   std::unordered_map<SeqId, int64_t> added;
@@ -69,7 +73,11 @@ std::vector<SeqId> KvStore::Fork(SeqId parent, int64_t count, bool copy, Stream 
     CopyRow(view_.query_ring, from, row);
     CopyRow(view_.replace, from, row);
     CopyRow(view_.not_finite, from, row);
-    if (Replaces(from)) CopyRow(view_.lane_state, from, row);
+    if (!view_.state_of.empty()) {
+      CopyStates(from, row);
+    } else if (Replaces(from)) {
+      CopyRow(view_.lane_state, from, row);
+    }
   }
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
     const int32_t len = LaneLen(from, lane);
@@ -148,23 +156,10 @@ void KvStore::CopyRow(const TensorView& tensor, int64_t from_row, int64_t to_row
               row_bytes);
 }
 
-bool KvStore::Replaces(int64_t row) const {
-  if (view_.replace.empty()) return false;
-  const int32_t* slots = view_.replace.ptr<int32_t>() + row * num_lanes_;
-  return std::any_of(slots, slots + num_lanes_, [](int32_t slot) { return slot >= 0; });
-}
-
 void KvStore::ForgetNotFinite(int64_t row, int64_t len) const {
   if (view_.not_finite.empty()) return;
   int32_t& first = view_.not_finite.ptr<int32_t>()[row];
   if (first > len) first = 0;  // 1 + its position
-}
-
-void KvStore::ForgetReplace(SeqId seq) { ForgetRow(Row(seq)); }
-
-void KvStore::ForgetRow(int64_t row) const {
-  if (view_.replace.empty()) return;
-  std::fill_n(view_.replace.ptr<int32_t>() + row * num_lanes_, num_lanes_, -1);
 }
 
 }  // namespace kvcore

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "base/check.h"
 #include "store/kv_store.h"
 
@@ -6,11 +8,13 @@ namespace kvcore {
 void KvStore::CheckIntegrity() const {
   std::vector<int32_t> references(pool_.num_blocks(), 0);
   std::vector<uint8_t> used(view_.num_rows(), 0);
+  std::vector<int32_t> states = free_states_;
   for (const auto& [seq, row] : row_of_) {
     KV_ICHECK(row >= 0 && row < view_.num_rows() && !used[row])
         << "sequence " << seq << " has row " << row << ", out of range or taken";
     used[row] = 1;
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+      if (!view_.state_of.empty() && StateOf(row, lane) >= 0) states.push_back(StateOf(row, lane));
       const int64_t len = LaneLen(row, lane);
       KV_ICHECK(len >= 0 && len <= RowSeqLen(row) && BlocksFor(len) <= view_.max_blocks())
           << "lane " << lane << " of sequence " << seq << " has length " << len << " of "
@@ -36,11 +40,19 @@ void KvStore::CheckIntegrity() const {
     KV_ICHECK(RowSeqLen(row) == 0 && undoable_[row] == 0 && !open_may_be_shared_[row])
         << "free row " << row << " has tokens";
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+      KV_ICHECK(view_.state_of.empty() || StateOf(row, lane) < 0)
+          << "free row " << row << " has a state in lane " << lane;
       KV_ICHECK(LaneLen(row, lane) == 0) << "free row " << row << " has slots in lane " << lane;
     }
   }
   KV_ICHECK(NumSequences() + FreeRows() == view_.num_rows())
       << NumSequences() << " sequences and " << FreeRows() << " free rows of " << view_.num_rows();
+  std::sort(states.begin(), states.end());
+  KV_ICHECK(static_cast<int64_t>(states.size()) == view_.num_states())
+      << states.size() << " lane states are free or some lane's, of " << view_.num_states();
+  for (size_t i = 0; i < states.size(); ++i) {
+    KV_ICHECK(states[i] == static_cast<int32_t>(i)) << "lane state " << i << " is lost";
+  }
   pool_.CheckIntegrity(references);
 }
 

@@ -6,18 +6,17 @@ import contextlib
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import Any
 
-from kvcore.cache import CacheShape, KVCache
+from kvcore.cache import KVCache
 from kvcore.config import DetectorConfig, EngineConfig, EvictionConfig
 from kvcore.engine.events import EngineStats, GenerateSpec, Output, StepEvent
 from kvcore.engine.executor import Executor
 from kvcore.engine.generation import Generator
 from kvcore.engine.scheduler import Scheduler
 from kvcore.engine.sequence import Feed, Sequence
+from kvcore.engine.sizing import make_cache
 from kvcore.models.loader import LoadedModel
-from kvcore.native import _C
-from kvcore.policies import Policy, make_policy
+from kvcore.policies import make_policy
 
 # What a sequence takes over from a child that it adopts.
 _ADOPTED = (
@@ -68,7 +67,7 @@ class Engine:
                 f"got {self.context_len}"
             )
         policy = make_policy(self.eviction)
-        self._cache = _make_cache(model, config, self.context_len, policy)
+        self._cache = make_cache(model, config, self.context_len, policy)
         self._scheduler = Scheduler(
             self._cache, eviction=self.eviction, max_batched_tokens=config.max_batched_tokens
         )
@@ -392,44 +391,3 @@ class Engine:
     def _check_no_waiting_children(self, seq: Sequence) -> None:
         if seq.waiting_children:
             raise ValueError(f"seq: {seq.seq_id} has {seq.waiting_children} forks not yet started")
-
-
-def _make_cache(
-    model: LoadedModel, config: EngineConfig, context_len: int, policy: Policy | None
-) -> KVCache:
-    shape = model.shape
-    most = config.max_seqs * shape.lanes * (-(-context_len // 16))
-    blocks = config.kv_blocks or min(config.kv_bytes // shape.block_bytes, most)
-    if blocks < shape.lanes:
-        raise ValueError(
-            f"kv_bytes: expected at least {shape.lanes * shape.block_bytes} (one block for each of "
-            f"{shape.lanes} lanes), got {blocks * shape.block_bytes}"
-        )
-    return KVCache(
-        shape,
-        blocks=blocks,
-        rows=config.max_seqs,
-        max_len=context_len,
-        window=policy.window if policy is not None else 0,
-        accumulates=policy.accumulates if policy is not None else None,
-        **_steady(policy, shape),
-    )
-
-
-def _steady(policy: Policy | None, shape: CacheShape) -> dict[str, Any]:
-    """What the cache keeps for the steady cadence.
-
-    Raises:
-        ValueError: budgets for another number of layers.
-    """
-    if policy is None:
-        return {}
-    config = policy.config
-    budgets = config.budgets(shape.layers)
-    if not config.is_steady:
-        return {}
-    if not policy.is_fused:
-        return {"replaces": True}
-    observe = _C.RkvSettings(config.protect, config.kernel, policy.mix, config.threshold)
-    slots = max(budgets) + config.protect
-    return {"replaces": True, "observe": observe, "state_slots": slots}

@@ -36,7 +36,7 @@ def elect(policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequ
     full = length >= limit
     assert cache.replace is not None
     if policy.is_fused:
-        _build_missing(cache, rows, full, limit[0])
+        _build_missing(cache, seqs, rows, full, limit[0].contiguous())
         return dropped
     chosen = [i for i, is_full in enumerate(full.flatten(1).any(1).tolist()) if is_full]
     if chosen:
@@ -49,7 +49,11 @@ def elect(policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequ
 
 
 def _build_missing(
-    cache: KVCache, rows: torch.Tensor, full: torch.Tensor, limit: torch.Tensor
+    cache: KVCache,
+    seqs: Sequence[int],
+    rows: torch.Tensor,
+    full: torch.Tensor,
+    limit: torch.Tensor,
 ) -> None:
     """States of full lanes that attention has not kept: after a chunk, or never yet.
 
@@ -58,6 +62,7 @@ def _build_missing(
     assert cache.replace is not None and cache.observe is not None
     missing = (full & (cache.replace[rows] == -1)).flatten(1).any(1)
     if bool(missing.any()):
+        cache.store.take_states([seqs[i] for i in missing.nonzero().flatten().tolist()], limit)
         ops.build_rkv_state(cache.store, rows[missing].int(), limit, cache.observe, cache.scale)
     bad = (cache.replace[rows] == -2).nonzero()
     if len(bad):
