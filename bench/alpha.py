@@ -69,6 +69,7 @@ class Lanes:
         if observed:
             rows = self.cache.rows([self.seq])
             full = torch.full((layers, KV_HEADS), slots, dtype=torch.int32)
+            self.cache.store.take_states([self.seq], full)
             ops.build_rkv_state(self.cache.store, rows, full, self.settings, self.scale)
 
     def append(self, layer: int, count: int) -> Tensor:
