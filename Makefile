@@ -22,7 +22,7 @@ CPP_FILES := $(shell find csrc cpp_tests bench -name '*.h' -o -name '*.cc' -o -n
                     -o -name '*.cu' -o -name '*.cuh')
 PACKAGE_FILES := pyproject.toml setup.py MANIFEST.in CMakeLists.txt LICENSE constraints.txt \
                  $(wildcard README.md) \
-                 $(shell find csrc kvcore -type f ! -name '*.pyc' ! -name '*.so')
+                 $(shell find cmake csrc kvcore -type f ! -name '*.pyc' ! -name '*.so')
 
 .PHONY: test lint format test-cpp test-asan test-py venv deps compiler wheel bench demo clean
 

@@ -1,7 +1,8 @@
 """Builds the extension kvcore._C with CMake and ninja; everything else is in pyproject.toml.
 
-Environment: KVCORE_CUDA = auto | on | off, KVCORE_ZLIB_ROOT = where to look for zlib first,
-MAX_JOBS = compilers at once (default: usable cores).
+Environment: CXX = the compiler (GCC >= 12 or Clang >= 15), KVCORE_CUDA = auto | on | off,
+KVCORE_ZLIB_ROOT = where to look for zlib first, MAX_JOBS = compilers at once (default: usable
+cores).
 """
 
 import atexit
@@ -15,6 +16,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 
@@ -31,6 +33,15 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def configure_with(command: list[str]) -> None:
+    """Runs CMake; if it refuses, what it says is the last thing that the user reads."""
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
+    sys.stderr.write(done.stderr)
+    if done.returncode != 0:
+        _, refused, message = done.stderr.partition("CMake Error")
+        raise CompileError(f"kvcore cannot be built here.\n{refused}{message or done.stderr}")
 
 
 class TemporaryBuild(build):
@@ -66,7 +77,7 @@ class CMakeBuild(build_ext):
         if "KVCORE_ZLIB_ROOT" in os.environ:
             configure.append(f"-DZLIB_ROOT={os.environ['KVCORE_ZLIB_ROOT']}")
         jobs = os.environ.get("MAX_JOBS") or str(usable_cores())
-        subprocess.run(configure, check=True)
+        configure_with(configure)
         subprocess.run([find_tool("cmake"), "--build", str(build_dir), "-j", jobs], check=True)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)

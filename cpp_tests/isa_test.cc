@@ -13,6 +13,14 @@ constexpr Isa kLevels[] = {Isa::kBase, Isa::kV3, Isa::kV4, Isa::kV4Bf16};
 
 TEST(IsaLevel, BaseRunsEverywhere) { EXPECT_TRUE(IsaSupported(Isa::kBase)); }
 
+#if defined(KVCORE_X86_LEVELS) && !defined(__clang__)
+// GCC knows the levels by name.
+TEST(IsaLevel, LevelRunsWhereItsInstructionSetDoes) {
+  EXPECT_EQ(IsaSupported(Isa::kV3), __builtin_cpu_supports("x86-64-v3") != 0);
+  EXPECT_EQ(IsaSupported(Isa::kV4), __builtin_cpu_supports("x86-64-v4") != 0);
+}
+#endif
+
 TEST(IsaLevel, EveryLevelThatRunsCanBeSet) {
   const Isa before = ActiveIsa();
   for (Isa isa : kLevels)

@@ -26,6 +26,7 @@ def report() -> dict[str, Any]:
     """Everything the doctor knows, as plain values that ``json.dumps`` takes.
 
     ``extension.error`` and ``models.error`` say why a part cannot be used; they are None otherwise.
+    Never raises: a part that fails is reported.
     """
     return {
         "versions": _versions(),
@@ -36,44 +37,63 @@ def report() -> dict[str, Any]:
     }
 
 
-def render() -> str:
-    """The report as text, one fact a line."""
-    return "\n".join(_lines(report()))
+def usable(data: dict[str, Any]) -> bool:
+    """Whether models can be run: nothing in the report is called UNUSABLE."""
+    errors = (data["extension"]["error"], data["models"]["error"])
+    return errors == (None, None) and None not in data["versions"].values()
 
 
-def _versions() -> dict[str, str]:
-    versions = {"kvcore": kvcore.__version__, "python": platform.python_version()}
+def render(data: dict[str, Any] | None = None) -> str:
+    """A report (a new one if None) as text, one fact a line."""
+    return "\n".join(_lines(report() if data is None else data))
+
+
+def _versions() -> dict[str, str | None]:
+    """None where a library is not installed."""
+    versions: dict[str, str | None] = {
+        "kvcore": kvcore.__version__,
+        "python": platform.python_version(),
+    }
     for name in _LIBRARIES:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = "missing"
+            versions[name] = None
     return versions
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _extension() -> dict[str, Any]:
     try:
-        from kvcore.native import _C
-    except ImportError as error:
-        return {"error": str(error)}
-    return {
-        "error": None,
-        "isa": _C.isa(),
-        "isa_supported": [name for name in _ISA_LEVELS if _C.isa_supported(name)],
-        "threads": _C.num_threads(),
-        "parallel_backend": _C.parallel_backend(),
-        "dlpack": _C.uses_dlpack(),
-        "cuda_kernels": _C.cuda_built(),
-    }
+        from kvcore import native
+
+        extension = native._C
+        return {
+            "error": None,
+            "gzip_bytes": native.GOLDEN_GZIP_BYTES,  # checked by the import
+            "isa": extension.isa(),
+            "isa_supported": [name for name in _ISA_LEVELS if extension.isa_supported(name)],
+            "threads": extension.num_threads(),
+            "parallel_backend": extension.parallel_backend(),
+            "dlpack": extension.uses_dlpack(),
+            "cuda_kernels": extension.cuda_built(),
+        }
+    except Exception as error:  # a library that cannot be loaded, a bad environment variable
+        return {"error": _reason(error)}
 
 
 def _cuda() -> dict[str, Any]:
     try:
         import torch
-    except ImportError:
+
+        seen = torch.cuda.is_available()
+        device = torch.cuda.get_device_name(0) if seen else None
+    except Exception:  # what is wrong with torch, the other parts say
         return {"torch_sees_device": False, "device": None}
-    seen = torch.cuda.is_available()
-    return {"torch_sees_device": seen, "device": torch.cuda.get_device_name(0) if seen else None}
+    return {"torch_sees_device": seen, "device": device}
 
 
 def _memory() -> dict[str, int | None]:
@@ -102,17 +122,18 @@ def _models() -> dict[str, Any]:
 
         from kvcore.models.prepack import can_prepack
         from kvcore.models.support import MODEL_TYPES
-    except ImportError as error:
-        return {"error": str(error)}
-    return {
-        "error": None,
-        "supported": list(MODEL_TYPES),
-        "refused": list(REFUSED),
-        "packed_linears": {
-            str(dtype).removeprefix("torch."): can_prepack(dtype)
-            for dtype in (torch.float32, torch.bfloat16)
-        },
-    }
+
+        return {
+            "error": None,
+            "supported": list(MODEL_TYPES),
+            "refused": list(REFUSED),
+            "packed_linears": {
+                str(dtype).removeprefix("torch."): can_prepack(dtype)
+                for dtype in (torch.float32, torch.bfloat16)
+            },
+        }
+    except Exception as error:
+        return {"error": _reason(error)}
 
 
 def _gib(size: int | None) -> str:
@@ -128,7 +149,9 @@ def _cuda_line(extension: dict[str, Any], cuda: dict[str, Any]) -> str:
 
 
 def _lines(data: dict[str, Any]) -> list[str]:
-    facts = list(data["versions"].items())
+    facts = [
+        (name, version or "UNUSABLE: not installed") for name, version in data["versions"].items()
+    ]
     extension, models, memory = data["extension"], data["models"], data["memory"]
     if extension["error"]:
         facts.append(("extension", f"UNUSABLE: {extension['error']}"))
@@ -137,6 +160,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
         facts += [
             ("instruction set", f"{extension['isa']} (this CPU and build: {supported})"),
             ("threads", f"{extension['threads']}, {extension['parallel_backend']}"),
+            ("gzip sizes", f"the classic zlib's ({extension['gzip_bytes']:,} bytes as expected)"),
             ("tensors", "through DLPack" if extension["dlpack"] else "by attributes (slower)"),
         ]
     facts += [

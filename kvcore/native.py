@@ -26,6 +26,40 @@ if _C.version() != kvcore.__version__:
         "reinstall with 'pip install --force-reinstall --no-deps .'"
     )
 
+# Bytes of the gzip file of ``golden_text()`` by the classic zlib; zlib-ng makes 143 more.
+GOLDEN_GZIP_BYTES = 11943
+
+
+def golden_text() -> bytes:
+    """20,000 bytes that compressors of the same level bring to different sizes."""
+    text, state = bytearray(b"abcdefghijklmnop"), 13
+    while len(text) < 20_000:  # short pieces of what is there, each followed by a letter
+        state = (state * 1103515245 + 12345) % 2**31
+        begin = (state >> 8) % len(text)
+        text += text[begin : begin + 2 + (state >> 20) % 3]
+        text.append(97 + (state >> 16) % 26)
+    return bytes(text[:20_000])
+
+
+def check_gzip_size(size: int) -> None:
+    """Refuses a compressor that is not the classic zlib, under which the detector was calibrated.
+
+    Args:
+        size: bytes of the gzip file of ``golden_text()``.
+    Raises:
+        ImportError: it is not ``GOLDEN_GZIP_BYTES``.
+    """
+    if size != GOLDEN_GZIP_BYTES:
+        raise ImportError(
+            f"zlib: expected the classic zlib, which compresses kvcore's test text to "
+            f"{GOLDEN_GZIP_BYTES} bytes, got one that makes {size} (zlib-ng?): degenerate text "
+            "would be ended at other tokens. Install the classic zlib in a directory of its own "
+            "and run 'KVCORE_ZLIB_ROOT=DIR pip install --force-reinstall --no-deps .'"
+        )
+
+
+check_gzip_size(_C.gzip_size(golden_text()))
+
 _MAX_THREADS = 1024  # of the core
 
 

@@ -114,6 +114,30 @@ def test_problems_keep_order_id_and_gold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("number", "gold"),
+    [
+        ("9" * 5000, "9" * 5000),
+        ("-" + "9" * 5000, "-" + "9" * 5000),
+        ("1e400", "1" + "0" * 400),
+        ("1e-7", "0.0000001"),
+        ("0.1", "0.1"),
+        ("27.50", "27.5"),
+        ("100", "100"),
+        ("12345678901234567890.25", "12345678901234567890.25"),
+        ('["1", 2.0]', "1, 2"),
+    ],
+)
+def test_numbers_of_a_problem_file_are_kept_as_written(
+    tmp_path: Path, number: str, gold: str
+) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(f'{{"question": "a", "answer": {number}, "size": {"7" * 5000}}}\n')
+    (problem,) = load_problems(path)
+    assert problem.gold == gold
+    assert is_correct(f"\\boxed{{{gold}}}", problem.gold)
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ("", "expected at least one problem"),
@@ -125,6 +149,13 @@ def test_problems_keep_order_id_and_gold(tmp_path: Path) -> None:
         ('{"text": "a"}', "line 1: expected a non-empty string in 'question'"),
         ('{"question": "a", "answer": {}}', "line 1: answer: expected a string or a number"),
         ('{"question": "a", "answer": "so ####"}', "line 1: answer: expected '#### <number>'"),
+        ('{"question": "a", "answer": NaN}', "line 1: answer: expected a string or a number"),
+        ('{"question": "a", "answer": [[1]]}', "line 1: answer: expected a string or a number"),
+        ('{"question": "a", "answer": 1e999999}', "line 1: answer: expected a number of at most"),
+        ('{"question": "a", "n": 1e' + "9" * 30 + "}", "line 1: expected numbers of less than"),
+        ('{"question": ' + "9" * 5000 + "}", "line 1: expected a non-empty string in 'question'"),
+        ('{"question": "a"}\n' + "[" * 100_000, "line 2: expected a JSON object, got one nested"),
+        ('{"question": "a"}\n\ufeff{}', "line 2: expected one JSON object per line"),
     ],
 )
 def test_bad_problem_file_names_the_line(tmp_path: Path, content: str, message: str) -> None:

@@ -1,6 +1,7 @@
 """What ``pip install .`` leaves behind."""
 
 import ast
+import gzip
 import importlib.metadata
 import os
 import re
@@ -166,10 +167,57 @@ def test_doctor_renders_one_fact_a_line() -> None:
         assert word in text
 
 
-def test_doctor_survives_a_broken_extension() -> None:
+# What a broken part is made of: a statement that runs before the command line does.
+BREAKS = {
+    "extension of another version": "import kvcore; kvcore.__version__ = '99.0'",
+    "no torch": "import sys; sys.modules['torch'] = None",
+    "no transformers": "import sys; sys.modules['transformers'] = None",
+    "another zlib": "import kvcore._C as c; c.gzip_size = lambda data: 12086",
+    "a library that is not installed": (
+        "import importlib.metadata as m; v = m.version\n"
+        "def version(name):\n"
+        "    if name == 'numpy': raise m.PackageNotFoundError(name)\n"
+        "    return v(name)\n"
+        "m.version = version"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_doctor_fails_and_prints_all_the_same_when_a_part_is_unusable(what: str) -> None:
     done = run_python(
-        "import kvcore; kvcore.__version__ = '99.0'\n"
-        "from kvcore import doctor; print(doctor.render())"
+        f"{BREAKS[what]}\nimport sys; sys.argv = ['kvcore', 'doctor']\n"
+        "from kvcore.cli import main; main()"
     )
-    assert done.returncode == 0, done.stderr
-    assert "UNUSABLE" in done.stdout and "reinstall" in done.stdout
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "UNUSABLE" in done.stdout
+    for word in ("kvcore", "python", "CUDA", "memory", "GiB"):
+        assert word in done.stdout, done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_reports_a_bad_environment_variable() -> None:
+    done = run_python(
+        "import sys; sys.argv = ['kvcore', 'doctor']\nfrom kvcore.cli import main; main()",
+        KVCORE_ISA="v5",
+    )
+    assert done.returncode == 1
+    assert "UNUSABLE: KVCORE_ISA: expected" in done.stdout and "GiB" in done.stdout
+
+
+# ---- zlib
+
+
+def test_p32_a_compressor_of_other_sizes_is_refused_at_import() -> None:
+    native.check_gzip_size(_C.gzip_size(native.golden_text()))
+    with pytest.raises(ImportError, match=r"zlib: expected the classic.*KVCORE_ZLIB_ROOT=DIR"):
+        native.check_gzip_size(native.GOLDEN_GZIP_BYTES + 143)  # zlib-ng 2.3.3
+    done = run_python(
+        "import kvcore._C as c; c.gzip_size = lambda data: 12086\nimport kvcore.engine"
+    )
+    assert "ImportError: zlib: expected the classic zlib" in done.stderr
+
+
+def test_golden_text_tells_levels_of_effort_apart() -> None:
+    sizes = {level: len(gzip.compress(native.golden_text(), level)) for level in (1, 3, 9)}
+    assert len(set(sizes.values())) == 3

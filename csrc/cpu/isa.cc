@@ -5,8 +5,33 @@
 
 #include "base/check.h"
 
+#if defined(KVCORE_X86_LEVELS)
+#include <cpuid.h>
+#endif
+
 namespace kvcore {
 namespace {
+
+#if defined(KVCORE_X86_LEVELS)
+// All that code compiled for x86-64-v3 may use. Not every compiler that builds kvcore knows that
+// name here, nor those of the three features that are looked up. With AVX2 the system saves the
+// wide registers.
+bool RunsV3() {
+  unsigned eax, ebx, leaf1, leaf_ext, edx;
+  if (!__get_cpuid(1, &eax, &ebx, &leaf1, &edx)) return false;
+  if (!__get_cpuid(0x80000001, &eax, &ebx, &leaf_ext, &edx)) return false;
+  constexpr unsigned kMovbe = 1u << 22, kF16c = 1u << 29, kLzcnt = 1u << 5;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && (leaf1 & kMovbe) &&
+         (leaf1 & kF16c) && (leaf_ext & kLzcnt);
+}
+
+bool RunsV4() {
+  return RunsV3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl");
+}
+#endif
 
 bool Runs(Isa isa) {
 #if defined(KVCORE_X86_LEVELS)
@@ -15,11 +40,11 @@ bool Runs(Isa isa) {
     case Isa::kBase:
       return true;
     case Isa::kV3:
-      return __builtin_cpu_supports("x86-64-v3");
+      return RunsV3();
     case Isa::kV4:
-      return __builtin_cpu_supports("x86-64-v4");
+      return RunsV4();
     case Isa::kV4Bf16:
-      return __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512bf16");
+      return RunsV4() && __builtin_cpu_supports("avx512bf16");
   }
   return false;
 #else

@@ -69,12 +69,15 @@ def _options(
 def doctor(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Say what this installation can do on this machine."""
+    """Say what this installation can do on this machine. Fails if it can run no model."""
 
     def show() -> None:
-        from kvcore.doctor import render
+        from kvcore.doctor import render, report, usable
 
-        typer.echo(render())
+        data = report()
+        typer.echo(render(data))
+        if not usable(data):
+            raise typer.Exit(1)
 
     run_command(show, debug=debug)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from kvcore.eval.grading import parse_gsm8k_gold
 _QUESTION_FIELDS = ("question", "problem")
 _ANSWER_FIELDS = ("answer", "final_answer")
 _ID_FIELDS = ("id", "unique_id", "idx")
+# Python may refuse to convert longer numbers (at the earliest from 640 digits on).
+_MAX_INT_CHARS = 600
+_MAX_DIGITS = 100_000
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,28 @@ class Problem:
     gold: str
 
 
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _parse_int(digits: str) -> int | Decimal:
+    return int(digits) if len(digits) <= _MAX_INT_CHARS else Decimal(digits)
+
+
 def _gold(value: Any, where: str) -> str:
-    if isinstance(value, list) and value and all(isinstance(v, (str, int, float)) for v in value):
+    if isinstance(value, list) and value and not any(isinstance(v, list) for v in value):
         return ", ".join(_gold(v, where) for v in value)
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(f"{where}: answer: expected a string or a number, got {value!r}")
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
+    if isinstance(value, bool) or not isinstance(value, (str, int, Decimal)):
+        raise ValueError(f"{where}: answer: expected a string or a number, got {_shown(value)}")
+    if isinstance(value, Decimal):
+        if abs(value.adjusted()) > _MAX_DIGITS:
+            raise ValueError(
+                f"{where}: answer: expected a number of at most {_MAX_DIGITS} digits, "
+                f"got {_shown(str(value))}"
+            )
+        digits = format(value, "f")
+        return digits.rstrip("0").removesuffix(".") if "." in digits else digits
     text = str(value).strip()
     if "####" not in text:
         return text
@@ -57,15 +76,20 @@ def parse_problem(line: str, index: int, where: str) -> Problem:
             begins with ``where``.
     """
     try:
-        row = json.loads(line)
+        # Numbers are kept as written, however long: an answer is compared exactly.
+        row = json.loads(line, parse_int=_parse_int, parse_float=Decimal)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: expected one JSON object per line ({error})") from None
+    except InvalidOperation:
+        raise ValueError(f"{where}: expected numbers of less than 10**18 digits") from None
+    except RecursionError:
+        raise ValueError(f"{where}: expected a JSON object, got one nested too deeply") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}")
     question = _first(row, _QUESTION_FIELDS)
     if not isinstance(question, str) or not question.strip():
         names = " or ".join(repr(name) for name in _QUESTION_FIELDS)
-        raise ValueError(f"{where}: expected a non-empty string in {names}, got {question!r}")
+        raise ValueError(f"{where}: expected a non-empty string in {names}, got {_shown(question)}")
     answer = _first(row, _ANSWER_FIELDS)
     identity = _first(row, _ID_FIELDS)
     return Problem(

@@ -1,7 +1,7 @@
-"""The answer in a solution's text, and whether it equals the gold answer.
+"""Whether an answer equals the gold answer.
 
-An answer is the content of the last complete ``\\boxed{...}``, else the last number. Numbers are
-compared exactly; everything else goes to math-verify, which decides under a time limit.
+Numbers are compared exactly, with their units; everything else goes to math-verify, which decides
+under a time limit.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 import threading
-from fractions import Fraction
+
+from kvcore.eval.extract import extract_answer
+from kvcore.eval.quantity import Quantity, parse_quantity, plain
 
 # math-verify on longer strings costs seconds, and no benchmark has an answer near this long.
 MAX_ANSWER_CHARS = 1000
@@ -21,34 +22,8 @@ _TIMEOUT_SECONDS = 5
 # A process that must import sympy first, and then parses twice and compares once.
 _PROCESS_TIMEOUT_SECONDS = 30
 
-_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
-# A minus right after a digit, a letter or a closing bracket is a subtraction.
-_LAST_NUMBER = re.compile(rf"(?:(?<![\w)\]}}])-)?(?<![\d.])(?:{_NUMBER})")
-_WHOLE_NUMBER = re.compile(rf"([+-]?)\s*({_NUMBER})(?:\s*/\s*(\d+))?\.?")
-_UNIT = re.compile(r"\s*(?:\\text\{[^{}]*\}|\s[A-Za-z][A-Za-z ]+)\.?$")
-
-
-def _boxed(text: str) -> str | None:
-    """Content of the last ``\\boxed{...}`` whose braces balance."""
-    for match in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
-        depth = 1
-        for end in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[match.end() : end].strip()
-    return None
-
-
-def extract_answer(text: str) -> str | None:
-    """The last complete ``\\boxed{...}``'s content, else the last number as written, else None.
-
-    An empty box counts as no answer, not as a reason to look at the numbers before it.
-    """
-    boxed = _boxed(text)
-    if boxed is not None:
-        return boxed or None
-    numbers = _LAST_NUMBER.findall(text.replace("\u2212", "-"))
-    return numbers[-1] if numbers else None
+# math-verify's parser recurses; no benchmark has an answer near this deep.
+_MAX_DEPTH = 50
 
 
 def parse_gsm8k_gold(answer: str) -> str:
@@ -64,29 +39,6 @@ def parse_gsm8k_gold(answer: str) -> str:
     return gold
 
 
-def _plain(answer: str) -> str:
-    """``answer`` without what never changes its value: dollar signs, thin spaces, a period."""
-    answer = answer.replace("\u2212", "-").replace("{,}", ",").replace("\\%", "%")
-    answer = re.sub(r"\\[!,;: ]|\\?\$|\\left|\\right", "", answer)
-    answer = re.sub(r"\\[dt]frac", r"\\frac", answer)
-    return answer.strip().removesuffix(".").strip()
-
-
-def _number(answer: str) -> Fraction | None:
-    """The exact value of a plain number, its unit or percent sign ignored; else None."""
-    plain = _plain(answer)
-    whole = _WHOLE_NUMBER.fullmatch(_UNIT.sub("", plain).removesuffix("%").strip())
-    if whole is None:
-        return None
-    sign, digits, divisor = whole.groups()
-    value = Fraction(digits.replace(",", ""))
-    if divisor is not None:
-        if int(divisor) == 0:
-            return None
-        value /= int(divisor)
-    return -value if sign == "-" else value
-
-
 def _symbolic(answer: str, gold: str, timeout: int | None) -> bool:
     """math-verify's verdict.
 
@@ -97,12 +49,15 @@ def _symbolic(answer: str, gold: str, timeout: int | None) -> bool:
     # It reports a timeout or a parse failure as a log line; the verdict already says so.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     parsed = []
-    for side in (gold, answer):
-        found = math_verify.parse(f"\\boxed{{{side}}}", parsing_timeout=timeout)
-        if not found:
-            return False
-        parsed.append(found)
-    return bool(math_verify.verify(parsed[0], parsed[1], timeout_seconds=timeout))
+    try:
+        for side in (gold, answer):
+            found = math_verify.parse(f"\\boxed{{{side}}}", parsing_timeout=timeout)
+            if not found:
+                return False
+            parsed.append(found)
+        return bool(math_verify.verify(parsed[0], parsed[1], timeout_seconds=timeout))
+    except (ArithmeticError, RecursionError, ValueError):
+        return False  # a number or a nesting beyond what sympy can hold equals no sane answer
 
 
 def _compare_from_stdin() -> None:
@@ -130,22 +85,55 @@ def _symbolic_elsewhere(answer: str, gold: str) -> bool:
     return bool(json.loads(done.stdout))
 
 
+def _too_deep(answer: str) -> bool:
+    depth = deepest = 0
+    for char in answer:
+        depth += (char in "({[") - (char in ")}]")
+        deepest = max(deepest, depth)
+    return deepest > _MAX_DEPTH
+
+
+def _verdict(answer: Quantity, gold: Quantity) -> bool | None:
+    """Whether two numbers with units are the same; None if that cannot be said of them."""
+    if answer.unit and gold.unit and answer.unit != gold.unit:
+        return False
+    if gold.unit and not answer.unit and not gold.may_lack_unit:
+        return None
+    if answer.value is None or gold.value is None:
+        return None
+    if answer.value == gold.value:
+        return True
+    # One of them may be written as the share that the other gives in percent.
+    if answer.percent == gold.percent:
+        return False
+    share, other = (answer, gold) if gold.percent else (gold, answer)
+    assert share.value is not None and other.value is not None
+    return share.value * 100 == other.value
+
+
 def answers_equal(answer: str, gold: str) -> bool:
     """Whether two answers have the same value. Never takes longer than about half a minute.
+
+    Numbers are compared exactly: 1/3 is not 0.333. Words after an answer's number are a unit and
+    need not be in the gold answer; if the gold answer has some as well, they must be the same (3
+    hours is not 3 minutes), and a bare answer may leave out a unit of measure only (5 is not 5 PM).
 
     Safe in any thread; outside the main thread a comparison that is not of two numbers or of equal
     strings costs a process.
     """
-    if _plain(answer) == _plain(gold):
+    plain_answer, plain_gold = plain(answer), plain(gold)
+    if plain_answer == plain_gold:
         return True
-    value, gold_value = _number(answer), _number(gold)
-    if value is not None and gold_value is not None:
-        return value == gold_value
+    verdict = _verdict(parse_quantity(plain_answer), parse_quantity(plain_gold))
+    if verdict is not None:
+        return verdict
     if max(len(answer), len(gold)) > MAX_ANSWER_CHARS:
         return False
+    if _too_deep(plain_answer) or _too_deep(plain_gold):
+        return False
     if threading.current_thread() is threading.main_thread():
-        return _symbolic(_plain(answer), _plain(gold), _TIMEOUT_SECONDS)
-    return _symbolic_elsewhere(_plain(answer), _plain(gold))
+        return _symbolic(plain_answer, plain_gold, _TIMEOUT_SECONDS)
+    return _symbolic_elsewhere(plain_answer, plain_gold)
 
 
 def is_correct(text: str, gold: str) -> bool:
