@@ -192,3 +192,53 @@ def test_an_interruption_leaves_the_engines_clean():
         list(search.run())
     assert_clean(base, helper)
     assert [s.finish for s in search.solutions] == ["interrupted"] * 3
+
+
+def endless(seed):
+    model = make_model(seed=seed)
+    object.__setattr__(model, "eos_ids", frozenset())
+    return model
+
+
+def prm_of(context_len):
+    return Engine(make_prm(), EngineConfig(max_seqs=32, context_len=context_len, kv_bytes=1 << 24))
+
+
+def test_a_full_context_that_is_not_max_tokens_is_named():
+    config = dataclasses.replace(CONFIG, max_steps=50, max_tokens=290, detector=None)
+    size = EngineConfig(max_seqs=16, context_len=1024, kv_bytes=1 << 24)
+    short = EngineConfig(max_seqs=16, context_len=230, kv_bytes=1 << 24)
+    warnings = {}
+    for who, base_size, helper_size, scorer_len in (
+        ("scorer", size, size, 230),
+        ("helper", size, short, 1024),
+        ("base", short, size, 1024),
+        ("max_tokens", size, size, 2048),
+    ):
+        base, helper = Engine(endless(1), base_size), Engine(endless(2), helper_size)
+        prm, events = prm_of(scorer_len), []
+        [solution] = solve(
+            base,
+            QUESTIONS[:1],
+            scorer=PrmScorer(prm),
+            helper=helper,
+            config=config,
+            on_event=events.append,
+        )
+        assert solution.finish == "max_tokens", solution.error
+        assert_clean(base, helper, prm)
+        told = [event.message for event in events if event.event == "warning"]
+        warnings[who] = [message for message in told if "has no room" in message]
+    assert "scorer 'prm'" in warnings["scorer"][0]
+    assert "helper model (230 tokens)" in warnings["helper"][0]
+    assert "base model (230 tokens)" in warnings["base"][0]
+    assert warnings["max_tokens"] == []
+
+
+def test_the_helper_may_have_more_tokens_than_max_tokens():
+    """``max_tokens`` counts those of the base model."""
+    config = dataclasses.replace(CONFIG, max_tokens=260, detector=None)
+    base, helper = (Engine(make_model(seed=s), EngineConfig(max_seqs=16)) for s in (1, 2))
+    search = Search(base, QUESTIONS[:1], scorer=RandomScorer(), helper=helper, config=config)
+    assert search._stepper._limit("base") == 260
+    assert search._stepper._limit("helper") == helper.context_len == 4096

@@ -149,7 +149,7 @@ class TraceEvent(_Json):
 
 @dataclass(frozen=True)
 class Warned(TraceEvent):
-    """Said once per search, before any problem starts."""
+    """What the user should know: before any problem starts, or why one ends early."""
 
     event: ClassVar[str] = "warning"
     message: str

@@ -10,8 +10,7 @@ was asked for, and no other. Only ``emit`` ends the search.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +18,8 @@ from kvcore.config import SearchConfig
 from kvcore.engine.events import Finish, GenerateSpec, Generation, StepEvent
 from kvcore.native import _C
 from kvcore.search import rescue
-from kvcore.search.failures import ProblemFailed, lone_surrogate, shown, told
+from kvcore.search.failures import ProblemFailed, lone_surrogate
+from kvcore.search.guard import Guard, checked_outcome
 from kvcore.search.ports import EnginePort, Handler
 from kvcore.search.prompt import Prompt, Translator, prompt_ids
 from kvcore.search.results import (
@@ -30,6 +30,7 @@ from kvcore.search.results import (
     Source,
     Step,
     TraceEvent,
+    Warned,
 )
 from kvcore.search.scorers.base import Backend, Score, ScorerError
 from kvcore.search.trajectory import SOURCES, Candidate, Side, Trajectory
@@ -81,9 +82,8 @@ class Stepper:
         self._config = config
         self._system_prompt = system_prompt
         self._template_args = template_args
-        self._emit = emit
         self._solved = solved
-        self._broken: Exception | None = None  # what ``emit`` raised: the search is over
+        self._guard = Guard(emit, self._fail)
         self.active: dict[int, Trajectory] = {}
 
     def admit(self, order: int, prompt: Prompt) -> None:
@@ -99,7 +99,7 @@ class Stepper:
         except ProblemFailed as error:
             failure = str(error)
         trajectory.base_length = len(ids.get("base", []))
-        self._tell(
+        self._guard.tell(
             ProblemStarted(
                 trajectory.key,
                 prompt.question,
@@ -110,7 +110,7 @@ class Stepper:
         if failure is not None:
             self._fail(trajectory, failure)
             return
-        with self._fate_of(trajectory):
+        with self._guard.fate_of(trajectory):
             self._plant(trajectory, ids)
 
     def _prompt_ids(self, source: Source, prompt: Prompt) -> list[int]:
@@ -123,11 +123,11 @@ class Stepper:
                 f"got the lone surrogate {text[place]!r} at {place}"
             )
         engine = self._models[source].port.engine
-        with self._named(f"question: no prompt for the {source} model"):
+        with self._guard.named(f"question: no prompt for the {source} model"):
             ids = prompt_ids(
                 engine.model.tokenizer, prompt, self._system_prompt, self._template_args
             )
-        limit = min(engine.context_len, self._config.max_tokens)
+        limit = self._limit(source)
         if not 0 < len(ids) < limit:
             raise ProblemFailed(
                 f"question: expected 1 to {limit - 1} prompt tokens for the {source} model, "
@@ -138,7 +138,7 @@ class Stepper:
     def _plant(self, trajectory: Trajectory, ids: Mapping[Source, list[int]]) -> None:
         """Starts the roots and tells the scorer."""
         for source, model in self._models.items():
-            with self._named(f"{source} model"):
+            with self._guard.named(f"{source} model"):
                 root = model.port.add(ids[source], self._root_handler(trajectory, source))
             trajectory.sides[source] = Side(
                 source,
@@ -169,48 +169,12 @@ class Stepper:
             solution = self._solution(trajectory, "interrupted", None)
             self._solved(solution)
             del self.active[trajectory.order]
-            if self._broken is None:
+            if self._guard.broken is None:
                 with contextlib.suppress(Exception):
                     self._tell_end(trajectory, step, solution)
 
-    # Failures.
-
-    def _tell(self, event: TraceEvent) -> None:
-        try:
-            self._emit(event)
-        except Exception as error:
-            self._broken = error
-            raise
-
-    @contextlib.contextmanager
-    def _fate_of(self, trajectory: Trajectory) -> Iterator[None]:
-        """An exception inside is this problem's end and does not get out, unless ``emit`` raised
-        it. Every way into this class that works on a problem goes through here.
-        """
-        try:
-            yield
-        except Exception as error:
-            if self._broken is not None:
-                raise self._broken from None
-            if not trajectory.retired:
-                reason = str(error) if isinstance(error, ProblemFailed) else told(error)
-                self._fail(trajectory, reason)
-
-    @contextlib.contextmanager
-    def _named(self, who: str) -> Iterator[None]:
-        """An exception inside becomes a ProblemFailed that names ``who``."""
-        try:
-            yield
-        except Exception as error:
-            if self._broken is not None or isinstance(error, ProblemFailed):
-                raise
-            # Errors of this library name argument, expected and got: their type adds nothing.
-            reason = str(error) if type(error) in (ValueError, ScorerError) else told(error)
-            reason = reason.removeprefix(f"{who}: ") or type(error).__name__
-            raise ProblemFailed(f"{who}: {reason}") from error
-
     def _scorer_named(self) -> contextlib.AbstractContextManager[None]:
-        return self._named(f"scorer {self._backend.name!r}")
+        return self._guard.named(f"scorer {self._backend.name!r}")
 
     # Candidates.
 
@@ -218,7 +182,7 @@ class Stepper:
         def handle(event: StepEvent) -> None:
             if trajectory.retired:  # its root could not be released
                 return
-            with self._fate_of(trajectory):
+            with self._guard.fate_of(trajectory):
                 if event.error is not None:
                     raise ProblemFailed(f"{source} model: {event.error}")
                 if event.extended:
@@ -230,15 +194,37 @@ class Stepper:
 
         return handle
 
+    def _limit(self, source: Source) -> int:
+        """Tokens that one model's half of a trajectory may have. ``max_tokens`` counts those of the
+        base model; the same text may have more elsewhere.
+        """
+        own = self._models[source].port.engine.context_len
+        return min(own, self._config.max_tokens) if source == "base" else own
+
     def _room(self, trajectory: Trajectory) -> int:
         """Tokens that the next step may have."""
-        rooms = [
-            min(side.port.engine.context_len, self._config.max_tokens) - side.length
-            for side in trajectory.sides.values()
-        ]
+        sides = [self._limit(s.source) - s.length for s in trajectory.sides.values()]
         with self._scorer_named():
             scorer = self._backend.room(trajectory.order)
-        return min(rooms if scorer is None else [*rooms, scorer])
+        return min(sides if scorer is None else [*sides, scorer])
+
+    def _retire_full(self, trajectory: Trajectory) -> None:
+        """Ends a problem for lack of room, and names the limit that was met if it is not
+        ``max_tokens``.
+        """
+        full = [
+            f"the context of the {side.source} model ({self._limit(side.source)} tokens)"
+            for side in trajectory.sides.values()
+            if self._limit(side.source) <= side.length
+            and self._limit(side.source) != self._config.max_tokens
+        ]
+        base = trajectory.sides["base"]
+        if not full and base.length < self._limit("base"):
+            full = [f"the context of scorer {self._backend.name!r}"]
+        if full:
+            name = f"question {trajectory.key + 1}"
+            self._guard.tell(Warned(f"{name} ends here: {full[0]} has no room for another step"))
+        self._retire(trajectory, "max_tokens")
 
     def _start(self, trajectory: Trajectory, side: Side) -> None:
         """Forks the step's candidates from a root that is ready."""
@@ -259,7 +245,7 @@ class Stepper:
             for i in range(side.num_candidates)
         ]
         handlers = [self._candidate_handler(trajectory, side, c) for c in side.candidates]
-        with self._named(f"{side.source} model"):
+        with self._guard.named(f"{side.source} model"):
             children = side.port.fork(side.root, specs, handlers)
         for candidate, seq in zip(side.candidates, children, strict=True):
             candidate.seq = seq
@@ -270,7 +256,7 @@ class Stepper:
         def handle(event: StepEvent) -> None:
             if trajectory.retired:
                 return
-            with self._fate_of(trajectory):
+            with self._guard.fate_of(trajectory):
                 if event.error is not None:
                     raise ProblemFailed(f"{side.source} model: {event.error}")
                 candidate.seen += event.token is not None
@@ -322,7 +308,7 @@ class Stepper:
         def done(outcome: list[Score] | ScorerError) -> None:
             if trajectory.retired or not trajectory.scoring or len(trajectory.steps) != step:
                 return  # late, or said twice
-            with self._fate_of(trajectory):
+            with self._guard.fate_of(trajectory):
                 self._on_scores(trajectory, outcome)
 
         with self._scorer_named():
@@ -330,31 +316,16 @@ class Stepper:
 
     def _on_scores(self, trajectory: Trajectory, outcome: list[Score] | ScorerError) -> None:
         offered = trajectory.offered
-        scores = self._checked(outcome, len(offered))
+        scores = checked_outcome(f"scorer {self._backend.name!r}", outcome, len(offered))
         fits = [i for i, score in enumerate(scores) if not score.overflow]
         for i in fits:
             offered[i].score = scores[i].value
         if not fits:
-            self._retire(trajectory, "max_tokens")
+            self._retire_full(trajectory)
             return
         ranks = [scores[i].rank for i in fits]
         best = fits[rescue.choose([offered[i] for i in fits], ranks)]
         self._commit(trajectory, rescue.take(offered[best]), best)
-
-    def _checked(self, outcome: object, count: int) -> Sequence[Score]:
-        """Scores that a backend may return for ``count`` requests. Raises ProblemFailed."""
-        if isinstance(outcome, ScorerError):
-            raise ProblemFailed(str(outcome))
-        who = f"scorer {self._backend.name!r}"
-        scores = outcome if isinstance(outcome, (list, tuple)) else []
-        if len(scores) != count or not all(isinstance(score, Score) for score in scores):
-            raise ProblemFailed(f"{who}: expected {count} scores, got {shown(outcome)}")
-        ranks = [score.rank for score in scores if not score.overflow]
-        if not all(isinstance(rank, (int, float)) for rank in ranks):
-            raise ProblemFailed(f"{who}: expected numbers as ranks, got {shown(ranks)}")
-        if any(math.isnan(rank) for rank in ranks):
-            raise ProblemFailed(f"{who}: returned NaN among its scores {ranks}")
-        return scores
 
     # The step.
 
@@ -372,7 +343,7 @@ class Stepper:
         for source in trajectory.sides:
             if source != chosen.source:
                 carrier = self._translators[chosen.source, source]
-                with self._named(f"step for the {source} model"):
+                with self._guard.named(f"step for the {source} model"):
                     ids[source] = carrier.ids(choice.tokens, data, ends=ends)
         self._tell_candidates(trajectory, chosen)
         committed = trajectory.request(chosen, choice.tokens, data)
@@ -395,7 +366,7 @@ class Stepper:
                 claimed = self._backend.claim(trajectory.order, request)
         for side in trajectory.sides.values():
             winner = chosen if side is own and choice.whole else None
-            with self._named(f"{side.source} model"):
+            with self._guard.named(f"{side.source} model"):
                 side.close_step(winner, claimed if side is not own else None)
             side.length += len(ids[side.source])
         with self._scorer_named():
@@ -404,10 +375,13 @@ class Stepper:
         finish = self._finish(trajectory, ends)
         if finish is not None:
             self._tell_step(trajectory, force=True)
-            self._retire(trajectory, finish)
+            if finish == "max_tokens":
+                self._retire_full(trajectory)
+            else:
+                self._retire(trajectory, finish)
             return
         for side in trajectory.sides.values():
-            with self._named(f"{side.source} model"):
+            with self._guard.named(f"{side.source} model"):
                 side.feed(ids[side.source])
         self._tell_step(trajectory)
         for side in trajectory.sides.values():
@@ -439,7 +413,7 @@ class Stepper:
 
         def tidy(who: str, act: Callable[[], None]) -> None:
             try:
-                with self._named(who):
+                with self._guard.named(who):
                     act()
             except ProblemFailed as failure:
                 failures.append(str(failure))
@@ -470,7 +444,7 @@ class Stepper:
         for candidate in trajectory.candidates:
             if candidate.generation is not None and not candidate.told:
                 candidate.told = True
-                self._tell(trajectory.candidate_event(candidate, chosen=candidate is chosen))
+                self._guard.tell(trajectory.candidate_event(candidate, chosen=candidate is chosen))
 
     def _tell_step(self, trajectory: Trajectory, *, force: bool = False) -> None:
         """Emits the last step once both models hold it; at once (``force``) if they never will."""
@@ -478,7 +452,7 @@ class Stepper:
         if trajectory.untold and (force or trajectory.all_ready):
             event = trajectory.step_event()
             trajectory.untold = False
-            self._tell(event)
+            self._guard.tell(event)
 
     def _untold_step(self, trajectory: Trajectory) -> TraceEvent | None:
         """The last step's event, if the problem ends before both models hold it."""
@@ -492,6 +466,6 @@ class Stepper:
     ) -> None:
         """A problem's last events: a step not told yet, an undecided step's candidates, the end."""
         if step is not None:
-            self._tell(step)
+            self._guard.tell(step)
         self._tell_candidates(trajectory, None)
-        self._tell(ProblemEnded(solution))
+        self._guard.tell(ProblemEnded(solution))
