@@ -120,33 +120,55 @@ TEST(CompressionWindow, SizeFallsNoFasterThanTheBound) {
   EXPECT_LE(worst, 0);
 }
 
-// Texts that a hill climb makes fall as steeply as it can still respect the bound.
-TEST(CompressionWindow, SearchForASteeperFallFindsNone) {
-  GzipSizer sizer;
-  for (size_t k : {1, 16, 30, 52}) {
-    std::mt19937_64 rng(k);
-    std::string text;
-    while (text.size() < k) text += static_cast<char>(rng() % 256);
-    while (text.size() < 800 + k) text += static_cast<char>('a' + text.size() % 3);
-    const auto drop = [&](const std::string& s) {
-      return sizer.Size(std::string_view(s).substr(0, 800)) -
-             sizer.Size(std::string_view(s).substr(k, 800));
-    };
-    int64_t best = drop(text);
-    for (int step = 0; step < 3000; ++step) {
-      std::string changed = text;
-      if (step % 2) {
-        changed[rng() % (step % 4 == 1 ? k : changed.size())] = static_cast<char>(rng() % 256);
-      } else {
-        changed[rng() % changed.size()] = text[rng() % k];
-      }
-      const int64_t now = drop(changed);
-      if (now < best) continue;
-      best = now;
-      text = changed;
+// A text whose gzip size a hill climb makes fall as far as it can between the window that ends at
+// byte 800 and the one that ends k bytes later.
+std::string SteepFall(size_t k, GzipSizer* sizer, int64_t* fall) {
+  std::mt19937_64 rng(k);
+  std::string text;
+  while (text.size() < k) text += static_cast<char>(rng() % 256);
+  while (text.size() < 800 + k) text += static_cast<char>('a' + text.size() % 3);
+  const auto drop = [&](const std::string& s) {
+    return sizer->Size(std::string_view(s).substr(0, 800)) -
+           sizer->Size(std::string_view(s).substr(k, 800));
+  };
+  *fall = drop(text);
+  for (int step = 0; step < 3000; ++step) {
+    std::string changed = text;
+    if (step % 2) {
+      changed[rng() % (step % 4 == 1 ? k : changed.size())] = static_cast<char>(rng() % 256);
+    } else {
+      changed[rng() % changed.size()] = text[rng() % k];
     }
-    EXPECT_LE(double(best), DropBound(double(k))) << k;
-    EXPECT_GE(best, int64_t(k)) << "the search finds nothing";
+    const int64_t now = drop(changed);
+    if (now < *fall) continue;
+    *fall = now;
+    text = changed;
+  }
+  return text;
+}
+
+// The threshold lies where only the last of these windows fires, which a window that trusted a
+// bound of k + 16 would have skipped.
+TEST(CompressionWindow, SteepestFallThatASearchFindsIsNotSkipped) {
+  GzipSizer sizer;
+  for (size_t k : {16, 30, 52, 80}) {
+    int64_t fall = 0;
+    const std::string text = SteepFall(k, &sizer, &fall);
+    EXPECT_GT(fall, int64_t(k) + 16) << "the search finds nothing that could be skipped";
+    EXPECT_LE(double(fall), DropBound(double(k)));
+    const double last = double(sizer.Size(std::string_view(text).substr(k)));
+    const double threshold = (last + 0.5) / 800;
+    CompressionWindow skipping(800, threshold, false);
+    int64_t fired_at = -1, exact_at = -1;
+    for (size_t end = 800; end <= text.size() && fired_at < 0; ++end) {
+      const std::string_view seen = std::string_view(text).substr(0, end);
+      if (exact_at < 0 && CompressionWindow(800, threshold, true).Test(seen, &sizer)) {
+        exact_at = int64_t(end);
+      }
+      if (skipping.Due(int64_t(end)) && skipping.Test(seen, &sizer)) fired_at = int64_t(end);
+    }
+    EXPECT_GT(exact_at, 800) << "k " << k;
+    EXPECT_EQ(fired_at, exact_at) << "k " << k;
   }
 }
 

@@ -1,6 +1,7 @@
 // Entropy, log probability and draws equal a full sort in double; draws follow the distribution.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <random>
@@ -165,17 +166,57 @@ TEST_P(SampleTokensTest, EqualLogitsGoToTheLowerId) {
   ExpectOracle(dtype_, std::vector<double>(700, 0.25), {1, 0, 0.3f}, 60);
 }
 
-TEST_P(SampleTokensTest, MinusInfinityHasProbabilityZero) {
-  std::vector<double> logits = Normal(500, 1, 6);
-  for (size_t id = 0; id < logits.size(); ++id)
-    if (id % 7 != 3) logits[id] = -kInf;
-  for (const Filter& f : {Filter{1, 0, 1}, Filter{1, 400, 1}, Filter{100, 0, 1},
-                          Filter{100, 0, 0.99f}, Filter{1e30f, 0, 1}})
-    ExpectOracle(dtype_, logits, f, 200);
-  std::vector<double> single(300, -kInf);
-  single[299] = -5;
-  ExpectOracle(dtype_, single, {1, 0, 1}, 5);
-  EXPECT_EQ(SampleOracle(single, 1, 0, 1).entropy, 0);
+// Tokens at -inf change nothing: whole blocks of them, the first ids and the last, and at
+// temperatures where any finite stand-in for -inf would be drawn.
+TEST_P(SampleTokensTest, VocabularyWithTokensAtMinusInfinityEqualsTheOneWithoutThem) {
+  const int64_t vocab = 700, draws = 3000;
+  const std::vector<double> finite = Normal(71, 1, 6);
+  std::vector<int64_t> ids;  // where the finite ones lie
+  for (int64_t id = 3; id < vocab && ids.size() < finite.size(); id += id % 128 == 100 ? 200 : 5)
+    ids.push_back(id);
+  ASSERT_EQ(ids.size(), finite.size());
+  ASSERT_LT(ids.back(), vocab - 1);
+  OwnedTensor sparse(dtype_, {draws, vocab}, {0, 1}), dense(dtype_, {draws, 71}, {0, 1});
+  for (int64_t id = 0; id < vocab; ++id) sparse.SetAt(id, -kInf);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    sparse.SetAt(ids[i], finite[i]);
+    dense.SetAt(static_cast<int64_t>(i), finite[i]);
+  }
+  const double entropy = SampleOracle(Row(dense, 0, 71), 1, 0, 1).entropy;
+  for (const Filter& f : {Filter{1, 0, 1}, Filter{0, 0, 1}, Filter{1, 400, 1}, Filter{100, 0, 1},
+                          Filter{100, 0, 0.99f}, Filter{3e38f, 0, 1}, Filter{3e38f, 400, 1},
+                          Filter{3e38f, 0, 0.99f}}) {
+    SCOPED_TRACE("T " + std::to_string(f.temperature) + " k " + std::to_string(f.top_k) + " p " +
+                 std::to_string(f.top_p));
+    const Draws got = Sample(sparse, vocab, {f}, 78), want = Sample(dense, 71, {f}, 78);
+    std::vector<int> count(static_cast<size_t>(vocab), 0);
+    int64_t moved = 0;
+    for (size_t r = 0; r < static_cast<size_t>(draws); ++r) {
+      ASSERT_NEAR(got.entropy[r], entropy, 1e-5 * (1 + entropy));
+      ASSERT_GE(got.token[r], 0);
+      ASSERT_LT(got.token[r], vocab);
+      ++count[static_cast<size_t>(got.token[r])];
+      moved += got.token[r] != ids[static_cast<size_t>(want.token[r])];
+    }
+    // Sums of other order round differently: a draw may fall on the other side of a border.
+    EXPECT_LE(moved, 2);
+    for (int64_t id = 0; id < vocab; ++id) {
+      if (!std::binary_search(ids.begin(), ids.end(), id)) {
+        ASSERT_EQ(count[id], 0) << "id " << id;
+      } else if (f.temperature > 1e30f && f.top_p == 1) {  // uniform: every finite token is drawn
+        EXPECT_GT(count[id], 0) << "id " << id;
+      }
+    }
+  }
+  OwnedTensor single(dtype_, {2, 300}, {0, 1});
+  for (int64_t id = 0; id < 300; ++id) single.SetAt(id, -kInf);
+  single.SetAt(299, -5);
+  const Draws only = Sample(single, 300, {{1, 0, 1}}, 1);
+  for (size_t r = 0; r < 2; ++r) {
+    EXPECT_EQ(only.token[r], 299);
+    EXPECT_EQ(only.entropy[r], 0);
+    EXPECT_EQ(only.logprob[r], 0);
+  }
 }
 
 TEST_P(SampleTokensTest, ExtremeTemperaturesApproachGreedyAndUniform) {
