@@ -95,9 +95,11 @@ test-asan: deps
 	cmake --build build-asan -j $(JOBS) --target $(SANITIZED)
 	for test in $(SANITIZED); do build-asan/cpp_tests/$$test --gtest_brief=1 || exit 1; done
 
-# From python_tests, so that `import kvcore` finds the installed package and not the source tree.
+# From python_tests, so that `import kvcore` finds the installed package and not the source tree. Tests
+# side by side with one thread each: the models are too small for more.
 test-py: $(INSTALLED)
-	cd python_tests && $(BIN)/python -m pytest -q -p no:cacheprovider .
+	cd python_tests && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p no:cacheprovider \
+	  -n $(JOBS) --dist worksteal .
 
 # ---- uses
 
