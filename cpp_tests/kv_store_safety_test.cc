@@ -20,7 +20,7 @@ class StoreSafety : public testing::Test {
   StoreSafety() : m(kShape) { SetNumThreads(1); }
   ~StoreSafety() override {
     EXPECT_EQ(m.Difference(), "");
-    m.store.CheckIntegrity();
+    EXPECT_NO_THROW(m.store.CheckIntegrity());
   }
 
   SeqId CreateWith(int64_t len) {
