@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 export PIP_CONSTRAINT := $(abspath constraints.txt)
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
-CPP_FILES := $(shell find csrc cpp_tests bench -name '*.h' -o -name '*.cc' -o -name '*.inc' \
+CPP_FILES := $(shell find cmake csrc cpp_tests bench -name '*.h' -o -name '*.cc' -o -name '*.inc' \
                     -o -name '*.cu' -o -name '*.cuh')
 PACKAGE_FILES := pyproject.toml setup.py MANIFEST.in CMakeLists.txt LICENSE constraints.txt \
                  $(wildcard README.md) \
@@ -86,14 +86,12 @@ test-cpp: deps
 	cmake --build build -j $(JOBS)
 	ctest --test-dir build --output-on-failure -j $(JOBS)
 
-# The tests of what owns memory, under AddressSanitizer and UndefinedBehaviorSanitizer.
-SANITIZED = $(basename $(notdir $(shell grep -lE 'KvStore|BlockPool|RkvStream|include "detect/' \
-              cpp_tests/*_test.cc)))
+# All tests at every level of this machine, under AddressSanitizer and UndefinedBehaviorSanitizer.
 test-asan: deps
 	cmake -S . -B build-asan -G Ninja -DKVCORE_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DKVCORE_SANITIZE=address,undefined
-	cmake --build build-asan -j $(JOBS) --target $(SANITIZED)
-	for test in $(SANITIZED); do build-asan/cpp_tests/$$test --gtest_brief=1 || exit 1; done
+	cmake --build build-asan -j $(JOBS)
+	ls build-asan/cpp_tests/*_test | xargs -P $(JOBS) -I TEST sh -c 'TEST --gtest_brief=1 || exit 255'
 
 # From python_tests, so that `import kvcore` finds the installed package and not the source tree. Tests
 # side by side with one thread each: the models are too small for more.

@@ -5,14 +5,14 @@
 
 #include "base/check.h"
 
-#if defined(KVCORE_X86_LEVELS)
+#if KVCORE_X86_LEVELS > 0
 #include <cpuid.h>
 #endif
 
 namespace kvcore {
 namespace {
 
-#if defined(KVCORE_X86_LEVELS)
+#if KVCORE_X86_LEVELS > 0
 // All that code compiled for x86-64-v3 may use. Not every compiler that builds kvcore knows that
 // name here, nor those of the three features that are looked up. With AVX2 the system saves the
 // wide registers.
@@ -34,7 +34,7 @@ bool RunsV4() {
 #endif
 
 bool Runs(Isa isa) {
-#if defined(KVCORE_X86_LEVELS)
+#if KVCORE_X86_LEVELS > 0
   __builtin_cpu_init();
   switch (isa) {
     case Isa::kBase:
@@ -42,9 +42,9 @@ bool Runs(Isa isa) {
     case Isa::kV3:
       return RunsV3();
     case Isa::kV4:
-      return RunsV4();
+      return KVCORE_X86_LEVELS >= 2 && RunsV4();
     case Isa::kV4Bf16:
-      return RunsV4() && __builtin_cpu_supports("avx512bf16");
+      return KVCORE_X86_LEVELS >= 3 && RunsV4() && __builtin_cpu_supports("avx512bf16");
   }
   return false;
 #else
@@ -55,7 +55,7 @@ bool Runs(Isa isa) {
 // Intel's vdpbf16ps takes longer than widening to float and two multiply-adds (measured: 96 us
 // against 76 us for 640 slots of 28 heads); AMD's is the faster way.
 bool FastBf16() {
-#if defined(KVCORE_X86_LEVELS)
+#if KVCORE_X86_LEVELS > 0
   return __builtin_cpu_is("amd");
 #else
   return false;

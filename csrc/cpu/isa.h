@@ -20,31 +20,41 @@ void SetIsa(Isa isa);
 
 }  // namespace kvcore
 
+// How many levels beyond the base were compiled, in their order: v3, v4, bf16.
+#ifndef KVCORE_X86_LEVELS
+#define KVCORE_X86_LEVELS 0
+#endif
+#if KVCORE_X86_LEVELS >= 1
+#define KV_IF_V3(...) __VA_ARGS__
+#else
+#define KV_IF_V3(...)
+#endif
+#if KVCORE_X86_LEVELS >= 2
+#define KV_IF_V4(...) __VA_ARGS__
+#else
+#define KV_IF_V4(...)
+#endif
+#if KVCORE_X86_LEVELS >= 3
+#define KV_IF_BF16(...) __VA_ARGS__
+#else
+#define KV_IF_BF16(...)
+#endif
+
 // KV_DECLARE_ISA_TABLE(AttendKernels, kAttendKernels) declares the table in every level's
 // namespace; KV_ISA_TABLE(kAttendKernels) is the one of the active level.
-#if defined(KVCORE_X86_LEVELS)
-#define KV_DECLARE_ISA_TABLE(Type, name) \
-  namespace isa_base {                   \
-  extern const Type name;                \
-  }                                      \
-  namespace isa_v3 {                     \
-  extern const Type name;                \
-  }                                      \
-  namespace isa_v4 {                     \
-  extern const Type name;                \
-  }                                      \
-  namespace isa_bf16 {                   \
-  extern const Type name;                \
+#define KV_DECLARE_ISA_IN(level, Type, name) \
+  namespace level {                          \
+  extern const Type name;                    \
   }
-#define KV_ISA_TABLE(name)                                          \
-  (::kvcore::ActiveIsa() == ::kvcore::Isa::kV4Bf16 ? isa_bf16::name \
-   : ::kvcore::ActiveIsa() == ::kvcore::Isa::kV4   ? isa_v4::name   \
-   : ::kvcore::ActiveIsa() == ::kvcore::Isa::kV3   ? isa_v3::name   \
-                                                   : isa_base::name)
-#else
-#define KV_DECLARE_ISA_TABLE(Type, name) \
-  namespace isa_base {                   \
-  extern const Type name;                \
-  }
-#define KV_ISA_TABLE(name) isa_base::name
-#endif
+#define KV_DECLARE_ISA_TABLE(Type, name)          \
+  KV_DECLARE_ISA_IN(isa_base, Type, name)         \
+  KV_IF_V3(KV_DECLARE_ISA_IN(isa_v3, Type, name)) \
+  KV_IF_V4(KV_DECLARE_ISA_IN(isa_v4, Type, name)) \
+  KV_IF_BF16(KV_DECLARE_ISA_IN(isa_bf16, Type, name))
+// clang-format off
+#define KV_ISA_TABLE(name)                                                        \
+  (KV_IF_BF16(::kvcore::ActiveIsa() == ::kvcore::Isa::kV4Bf16 ? isa_bf16::name :) \
+   KV_IF_V4(::kvcore::ActiveIsa() == ::kvcore::Isa::kV4 ? isa_v4::name :)         \
+   KV_IF_V3(::kvcore::ActiveIsa() == ::kvcore::Isa::kV3 ? isa_v3::name :)         \
+   isa_base::name)
+// clang-format on
