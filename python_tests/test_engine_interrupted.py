@@ -180,8 +180,7 @@ def test_a_stage_that_breaks_down_once_loses_nothing(model, eviction, stage, aft
         assert struck == 1
 
 
-def test_a_setting_that_only_the_core_could_refuse_is_refused_when_it_is_made(model):
-    """P28."""
+def test_p28_a_setting_that_only_the_core_could_refuse_is_refused_when_it_is_made(model):
     for bad, field in (
         (lambda: SamplingParams(top_k=2**31), "top_k"),
         (lambda: SamplingParams(top_p=1e-46), "top_p"),
