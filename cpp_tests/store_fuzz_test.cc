@@ -60,7 +60,7 @@ class StoreFuzz : public ::testing::TestWithParam<Kind> {
   bool Take(int64_t blocks, bool enough_rows, Change change) {
     const int64_t free = m.store.FreeBlocks(), free_rows = m.store.FreeRows();
     const bool fits = blocks <= free && enough_rows;
-    const std::vector<uint8_t> before = fits ? std::vector<uint8_t>() : m.tensors.Snapshot();
+    if (!fits) m.tensors.SnapshotInto(&before);
     bool done = false;
     try {
       change();
@@ -72,7 +72,7 @@ class StoreFuzz : public ::testing::TestWithParam<Kind> {
     } catch (const InjectedThrow&) {
       ++num_thrown;
     }
-    EXPECT_TRUE(fits || m.tensors.Snapshot() == before);
+    EXPECT_TRUE(fits || m.tensors.Equals(before));
     EXPECT_EQ(m.store.FreeBlocks(), free - (done ? blocks : 0));
     EXPECT_TRUE(done || m.store.FreeRows() == free_rows);
     return done;
@@ -81,7 +81,7 @@ class StoreFuzz : public ::testing::TestWithParam<Kind> {
   // `change` is refused and leaves every byte alone.
   template <typename Change>
   void ExpectRefused(Change change) {
-    const std::vector<uint8_t> before = m.tensors.Snapshot();
+    m.tensors.SnapshotInto(&before);
     try {
       change();
       ADD_FAILURE() << "nothing thrown";
@@ -90,7 +90,7 @@ class StoreFuzz : public ::testing::TestWithParam<Kind> {
     } catch (const InjectedThrow&) {
       ++num_thrown;
     }
-    EXPECT_TRUE(m.tensors.Snapshot() == before);
+    EXPECT_TRUE(m.tensors.Equals(before));
   }
 
   // Elects slots for some lanes: mostly some that are there, sometimes past the end or absurd.
@@ -176,14 +176,14 @@ class StoreFuzz : public ::testing::TestWithParam<Kind> {
       }
     }
     const bool fits = CopiesToEvict(seqs, lists) <= m.store.FreeBlocks();
-    const std::vector<uint8_t> before = fits ? std::vector<uint8_t>() : m.tensors.Snapshot();
+    if (!fits) m.tensors.SnapshotInto(&before);
     const int64_t free = m.store.FreeBlocks();
     try {
       m.Evict(seqs, lists);
       EXPECT_TRUE(fits);
     } catch (const OutOfBlocks&) {
       EXPECT_FALSE(fits);
-      EXPECT_TRUE(m.tensors.Snapshot() == before);
+      EXPECT_TRUE(m.tensors.Equals(before));
       ++num_refused;
     } catch (const InjectedThrow&) {
       EXPECT_EQ(m.store.FreeBlocks(), free);
@@ -309,6 +309,7 @@ class StoreFuzz : public ::testing::TestWithParam<Kind> {
 
   ModelledStore m;
   Random random;
+  std::vector<uint8_t> before;  // a change
   int64_t num_refused = 0, num_invalid = 0, num_thrown = 0;
 };
 

@@ -1,6 +1,7 @@
 #include "support/store_model.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <sstream>
 
@@ -82,18 +83,32 @@ KvCacheView StoreTensors::view() const {
   return v;
 }
 
+std::vector<const OwnedTensor*> StoreTensors::All() const {
+  return {&key_blocks, &value_blocks, &position, &block_table,     &lane_len,  &seq_len,
+          &query_ring, &replace,      &state_of, &attention_stats, &lane_state};
+}
+
 std::vector<uint8_t> StoreTensors::Snapshot() const {
-  const OwnedTensor* all[] = {&key_blocks,      &value_blocks, &position,   &block_table,
-                              &lane_len,        &seq_len,      &query_ring, &replace,
-                              &attention_stats, &lane_state,   &state_of};
-  size_t num_bytes = 0;
-  for (const OwnedTensor* t : all) num_bytes += t->bytes().size();
   std::vector<uint8_t> bytes;
-  bytes.reserve(num_bytes);
-  for (const OwnedTensor* t : all) {
-    bytes.insert(bytes.end(), t->bytes().begin(), t->bytes().end());
-  }
+  SnapshotInto(&bytes);
   return bytes;
+}
+
+void StoreTensors::SnapshotInto(std::vector<uint8_t>* bytes) const {
+  bytes->clear();
+  for (const OwnedTensor* t : All())
+    bytes->insert(bytes->end(), t->bytes().begin(), t->bytes().end());
+}
+
+bool StoreTensors::Equals(const std::vector<uint8_t>& snapshot) const {
+  size_t at = 0;
+  for (const OwnedTensor* t : All()) {
+    const size_t size = t->bytes().size();
+    if (at + size > snapshot.size()) return false;
+    if (size > 0 && std::memcmp(snapshot.data() + at, t->bytes().data(), size) != 0) return false;
+    at += size;
+  }
+  return at == snapshot.size();
 }
 
 ModelledStore::ModelledStore(const StoreShape& shape)

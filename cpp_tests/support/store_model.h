@@ -31,11 +31,15 @@ class StoreTensors {
   explicit StoreTensors(const StoreShape& shape);
   KvCacheView view() const;               // points into this object
   std::vector<uint8_t> Snapshot() const;  // all bytes of all tensors
+  void SnapshotInto(std::vector<uint8_t>* bytes) const;
+  bool Equals(const std::vector<uint8_t>& snapshot) const;
 
   OwnedTensor key_blocks, value_blocks, position, block_table, lane_len, seq_len, query_ring;
   OwnedTensor replace, attention_stats, stats_start, lane_state, state_of;
 
  private:
+  std::vector<const OwnedTensor*> All() const;
+
   int64_t head_dim_;
 };
 
