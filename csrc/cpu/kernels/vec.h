@@ -223,7 +223,7 @@ KV_INLINE VecF<W> ExpBelow80(VecF<W> x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + (r + 1.0f);
-  const VecI<W> scaled = (VecI<W>)p + ((VecI<W>)shifted << 23);
+  const VecU<W> scaled = (VecU<W>)p + ((VecU<W>)shifted << 23);
   // The exponent's addition may carry the payload of a NaN into its sign: x * 0 brings it back.
   return tiny ? VecF<W>{} : (VecF<W>)scaled + x * 0.0f;
 }
