@@ -353,7 +353,7 @@ def command(out, *flags):
 
 def run_command(out, *flags):
     return subprocess.run(
-        command(out, *flags), check=False, capture_output=True, text=True, timeout=300
+        command(out, *flags), check=False, capture_output=True, text=True, timeout=1200
     )
 
 
