@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_tools import (
+from support.engine_tools import (
     EVICTING,
     every_policy,
     generate,
@@ -18,10 +18,10 @@ from engine_tools import (
     sampled,
     small_config,
 )
-from tiny_models import byte_tokenizer, make_model, make_module
+from support.tiny_models import byte_tokenizer, make_model, make_module
 
 from kvcore.config import EngineConfig, EvictionConfig, SamplingParams
-from kvcore.engine import Engine, GenerateSpec, Output
+from kvcore.engine import Engine, FeedOutput, GenerateSpec
 from kvcore.models import bind_model
 from kvcore.search.driver import eviction_notice
 
@@ -243,7 +243,7 @@ def test_p12_a_half_precision_model_with_vanishing_keys_evicts(scale):
 
 
 def padded_module(rows: int) -> torch.nn.Module:
-    """Output rows without a token dwarf all others."""
+    """FeedOutput rows without a token dwarf all others."""
     module = make_module(vocab_size=rows)
     generator = torch.Generator().manual_seed(8)
     padding = module.lm_head.weight.data[263:]
@@ -272,7 +272,7 @@ def test_p16_ids_pass_between_models_of_one_tokenizer_and_different_padding():
     for first, second in ((one, two), (two, one)):
         [tokens] = generate(first, [prompt], sampled(40, key=1))
         root = second.add(prompt)
-        second.extend(root, tokens, Output.LOGPROBS)
+        second.extend(root, tokens, FeedOutput.LOGPROBS)
         [values] = [e.values for e in run(second) if e.values is not None]
         assert len(values) == len(tokens) and torch.isfinite(values).all()
         second.release(root)

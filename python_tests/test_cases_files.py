@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.checkpoints import State, change_json, change_weights, continuation
-from tiny_models import save_model, save_prm
+from support.tiny_models import save_model, save_prm
 from tokenizers import (
     AddedToken,
     Regex,

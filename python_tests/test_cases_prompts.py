@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_tools import run as kvcore
-from tiny_models import CHAT_TEMPLATE, byte_tokenizer, make_module, save_model, save_prm
-from tokenizer_zoo import ZOO
+from support.cli_tools import run as kvcore
+from support.tiny_models import CHAT_TEMPLATE, byte_tokenizer, make_module, save_model, save_prm
+from support.tokenizer_zoo import ZOO
 
 from kvcore import ops
 from kvcore.config import EngineConfig, SamplingParams, SearchConfig

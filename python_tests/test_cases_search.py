@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import prm_oracle
-from tiny_models import EOS, byte_tokenizer, make_model, save_prm
+from support.tiny_models import EOS, byte_tokenizer, make_model, save_prm
 
 from kvcore import ops
 from kvcore.config import (

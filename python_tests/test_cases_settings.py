@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.checkpoints import change_json, continuation
-from tiny_models import byte_tokenizer, make_module, save_model, save_prm
+from support.tiny_models import byte_tokenizer, make_module, save_model, save_prm
 
 from kvcore.models import UnsupportedModel, load_model, load_prm
 

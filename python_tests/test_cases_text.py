@@ -7,8 +7,8 @@ import zlib
 
 import pytest
 import torch
-from engine_tools import run, small_config
-from tiny_models import byte_tokenizer, make_model
+from support.engine_tools import run, small_config
+from support.tiny_models import byte_tokenizer, make_model
 
 from kvcore import ops
 from kvcore.config import DetectorConfig, SamplingParams

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_tools import (
+from support.cli_tools import (
     FakeSearch,
     install_fake,
     make_model_dir,

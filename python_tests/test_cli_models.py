@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
-from cli_tools import check_result
+from support import tiny_models
+from support.cli_tools import check_result
 from typer.testing import CliRunner, Result
 
 from kvcore.cli.app import app
-from kvcore.view.trace import read_trace
+from kvcore.search.trace import read_trace
 
 SMALL = ["--max-step-tokens", "24", "--max-steps", "3", "--max-tokens", "300", "-n", "2"]
 SMALL += ["--kv-gb", "0.05", "--max-seqs", "16"]

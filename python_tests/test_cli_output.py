@@ -11,8 +11,8 @@ import threading
 from pathlib import Path
 
 import pytest
-import tiny_models
-from cli_tools import FakeSearch, check_result, install_fake, make_model_dir, run
+from support import tiny_models
+from support.cli_tools import FakeSearch, check_result, install_fake, make_model_dir, run
 
 from kvcore.cli import demo as demo_module
 from kvcore.cli import report

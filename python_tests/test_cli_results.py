@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cli_tools import (
+from rich.console import Console
+from support.cli_tools import (
     SOLUTION,
     STEPS,
     FakeSearch,
@@ -19,7 +20,6 @@ from cli_tools import (
     make_model_dir,
     run,
 )
-from rich.console import Console
 from test_trace import FullDisk
 
 import kvcore
@@ -32,7 +32,7 @@ from kvcore.search.results import (
     ProblemEnded,
     ProblemStarted,
 )
-from kvcore.view.trace import SCHEMA, TraceWriter, read_trace
+from kvcore.search.trace import SCHEMA, TraceWriter, read_trace
 
 
 @pytest.fixture

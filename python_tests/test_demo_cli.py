@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from cli_tools import run
+from support.cli_tools import run
 
 from kvcore.demo import rows, weights
 from kvcore.policies import available

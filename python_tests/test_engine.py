@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_tools import generate, greedy, hf_greedy, make_prompts, run, sampled, small_config
-from tiny_models import ARCHITECTURES, make_model, make_module, make_prm
+from support.engine_tools import (
+    generate,
+    greedy,
+    hf_greedy,
+    make_prompts,
+    run,
+    sampled,
+    small_config,
+)
+from support.tiny_models import ARCHITECTURES, make_model, make_module, make_prm
 
 from kvcore.config import EvictionConfig
-from kvcore.engine import Engine, Finish, Output
+from kvcore.engine import Engine, FeedOutput, Finish
 from kvcore.policies import available
 
 LENGTHS = (1, 5, 17, 50, 131)
@@ -89,7 +97,7 @@ def test_extend_returns_the_models_log_probabilities(reference, chunk):
     engine = Engine(model, small_config(max_batched_tokens=chunk))
     root = engine.add(prompts[2])
     [child] = engine.fork(root, [None])
-    engine.extend(child, prompts[3], Output.LOGPROBS)
+    engine.extend(child, prompts[3], FeedOutput.LOGPROBS)
     [values] = [e.values for e in run(engine) if e.values is not None]
     module = make_module(model.config.model_type)
     ids = torch.tensor([prompts[2] + prompts[3]])
@@ -152,13 +160,13 @@ def test_a_token_head_is_read_at_the_last_token_and_forks_share_the_prefix():
     before = engine.stats.prompt_tokens
     children = engine.fork(root, [None, None])
     for child, step in zip(children, (step_a, step_b), strict=True):
-        engine.extend(child, step, Output.HEAD)
+        engine.extend(child, step, FeedOutput.HEAD)
     values = {e.seq: e.values for e in run(engine) if e.values is not None}
     assert engine.stats.prompt_tokens - before == len(step_a) + len(step_b)
     fresh = Engine(make_prm(), small_config())
     for child, step in zip(children, (step_a, step_b), strict=True):
         again = fresh.add(prefix + step[:-1])
-        fresh.extend(again, step[-1:], Output.HEAD)
+        fresh.extend(again, step[-1:], FeedOutput.HEAD)
         [expected] = [e.values for e in run(fresh) if e.values is not None]
         torch.testing.assert_close(values[child], expected, atol=1e-5, rtol=1e-5)
         fresh.release(again)
@@ -174,7 +182,7 @@ def test_bad_calls_name_the_argument_and_change_nothing():
         (lambda: engine.add([512]), r"tokens: expected ids in \[0, 512\)"),
         (lambda: engine.add([1] * 65), "tokens: expected at most 64"),
         (lambda: engine.extend(root, [1] * 62), "tokens: expected at most 61"),
-        (lambda: engine.extend(root, [1], Output.HEAD), "output"),
+        (lambda: engine.extend(root, [1], FeedOutput.HEAD), "output"),
         (lambda: engine.extend(99, [1]), "seq: expected a live sequence, got 99"),
         (lambda: engine.fork(99, [None]), "seq"),
         (lambda: engine.adopt(root, root), "child"),

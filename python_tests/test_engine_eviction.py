@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_tools import (
+from support.engine_tools import (
     EVICTING,
     every_policy,
     generate,
@@ -14,7 +14,7 @@ from engine_tools import (
     sampled,
     small_config,
 )
-from tiny_models import make_model, make_module
+from support.tiny_models import make_model, make_module
 
 from kvcore.config import EvictionConfig
 from kvcore.engine import Engine

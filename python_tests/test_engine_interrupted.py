@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_tools import greedy, make_prompts, run, sampled, small_config
 from support.engine_fuzz import fuzz
+from support.engine_tools import greedy, make_prompts, run, sampled, small_config
 from support.exact_model import is_exact, make_exact_model
 from support.interruptions import Interruption
 
 from kvcore.config import DetectorConfig, EvictionConfig, SamplingParams
-from kvcore.engine import Engine, GenerateSpec, Output
+from kvcore.engine import Engine, FeedOutput, GenerateSpec
 from kvcore.native import _C
 
 STEADY = {"cadence": "steady", "budget": 12, "protect": 8}
@@ -68,7 +68,7 @@ class Story:
             self.engine.step()
         specs = [greedy(14), sampled(14, key=7, detect=True), None]
         self.children = self.engine.fork(self.root, specs)
-        self.engine.extend(self.other_root(more), more, Output.LOGPROBS)
+        self.engine.extend(self.other_root(more), more, FeedOutput.LOGPROBS)
         self.told: list = []
 
     def other_root(self, tokens) -> int:

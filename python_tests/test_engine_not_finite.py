@@ -8,11 +8,11 @@ import math
 
 import pytest
 import torch
-from engine_tools import greedy, make_prompts, run, small_config
+from support.engine_tools import greedy, make_prompts, run, small_config
 from support.exact_model import make_exact_model
 
 from kvcore.config import EvictionConfig
-from kvcore.engine import Engine, Finish, Output
+from kvcore.engine import Engine, FeedOutput, Finish
 
 SICK = 255  # the token that brings the number
 STEADY = {"cadence": "steady", "budget": 12, "protect": 8}
@@ -97,8 +97,8 @@ def test_a_number_that_comes_while_values_are_read_fails_the_reading(part):
     root = engine.add(make_prompts([20], seed=2, high=200)[0])
     run(engine)
     children = engine.fork(root, [None, None])
-    engine.extend(children[0], [7, SICK, 9, 11], Output.LOGPROBS)
-    engine.extend(children[1], [7, 8, 9, 11], Output.LOGPROBS)
+    engine.extend(children[0], [7, SICK, 9, 11], FeedOutput.LOGPROBS)
+    engine.extend(children[1], [7, 8, 9, 11], FeedOutput.LOGPROBS)
     events = {event.seq: event for event in run(engine) if event.seq in children}
     assert "position 21" in events[children[0]].error
     assert events[children[1]].values.isfinite().all()

@@ -9,8 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_tools import EVICTING, generate, greedy, make_prompts, run, sampled, small_config
-from tiny_models import make_model
+from support.engine_tools import (
+    EVICTING,
+    generate,
+    greedy,
+    make_prompts,
+    run,
+    sampled,
+    small_config,
+)
+from support.tiny_models import make_model
 
 from kvcore.config import EvictionConfig, pyramid_budgets
 from kvcore.engine import Engine

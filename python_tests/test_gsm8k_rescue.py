@@ -13,7 +13,7 @@ from types import ModuleType
 from unittest import mock
 
 import pytest
-import tiny_models
+from support import tiny_models
 
 SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "gsm8k_rescue.py"
 METHODS = ["full", "evicted", "rescue", "helper"]

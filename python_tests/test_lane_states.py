@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_tools import generate, greedy, make_prompts, small_config
-from tiny_models import make_model
+from support.engine_tools import generate, greedy, make_prompts, small_config
+from support.tiny_models import make_model
 
 from kvcore.cache import CacheShape, KVCache
 from kvcore.config import EngineConfig, EvictionConfig

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_tools import generate, greedy, hf_greedy, make_prompts, run, small_config
 from safetensors.torch import load_file, save_file
-from tiny_models import ARCHITECTURES, EOS, SIZES, make_module, save_model, save_prm
+from support.engine_tools import generate, greedy, hf_greedy, make_prompts, run, small_config
+from support.tiny_models import ARCHITECTURES, EOS, SIZES, make_module, save_model, save_prm
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Model
 
-from kvcore.engine import Engine, Output
+from kvcore.engine import Engine, FeedOutput
 from kvcore.models import LoadedModel, UnsupportedModel, load_model, load_prm
 
 
@@ -314,7 +314,7 @@ def test_a_prm_equals_a_plain_trunk_and_its_head(prm_folder):
     engine = Engine(model, small_config())
     root = engine.add(tokens[:11])
     for begin, end in ((11, 12), (12, 40), (40, 60)):
-        engine.extend(root, tokens[begin:end], Output.HEAD)
+        engine.extend(root, tokens[begin:end], FeedOutput.HEAD)
         [values] = [e.values for e in run(engine) if e.values is not None]
         torch.testing.assert_close(values, expected[end - 1], atol=1e-5, rtol=1e-5)
 
@@ -333,7 +333,7 @@ def test_a_sharded_prm_with_a_stored_output_matrix_is_the_same(prm_folder):
     path.unlink()
     engine = Engine(load_prm(prm_folder), small_config())
     root = engine.add([1, 2])
-    engine.extend(root, [3], Output.HEAD)
+    engine.extend(root, [3], FeedOutput.HEAD)
     [values] = [e.values for e in run(engine) if e.values is not None]
     torch.testing.assert_close(values, before[-1], atol=1e-5, rtol=1e-5)
 
@@ -364,4 +364,4 @@ def test_a_prm_neither_generates_nor_is_scored_by_likelihood(prm_folder):
     root = engine.add([1, 2, 3])
     run(engine)
     with pytest.raises(ValueError, match=r"^output"):
-        engine.extend(root, [4], Output.LOGPROBS)
+        engine.extend(root, [4], FeedOutput.LOGPROBS)

@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
-from fake_engine import FakeEngine, FakeTokenizer, rule_script, text_draft
-from tiny_models import make_model
+from support.fake_engine import FakeEngine, FakeTokenizer, rule_script, text_draft
+from support.tiny_models import make_model
 
 from kvcore.config import DetectorConfig, EngineConfig, EvictionConfig, SamplingParams, SearchConfig
 from kvcore.engine import Engine

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_tools import make_prompts, sampled, small_config
+from support.engine_tools import make_prompts, sampled, small_config
 from support.policy_oracles import ORACLES, attention
-from tiny_models import make_model
+from support.tiny_models import make_model
 
 from kvcore import ops
 from kvcore.cache import CacheShape, KVCache

@@ -6,8 +6,8 @@ import weakref
 
 import pytest
 import torch
-from engine_tools import generate, greedy, make_prompts, sampled, small_config
-from tiny_models import byte_tokenizer, make_module
+from support.engine_tools import generate, greedy, make_prompts, sampled, small_config
+from support.tiny_models import byte_tokenizer, make_module
 from torch import nn
 
 from kvcore.engine import Engine

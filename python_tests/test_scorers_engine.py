@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from fake_engine import (
+from support.fake_engine import (
     FakeEngine,
     FakeTokenizer,
     head_logits,
@@ -13,7 +13,7 @@ from fake_engine import (
     rule_script,
     text_draft,
 )
-from search_oracle import loglik_score
+from support.search_oracle import loglik_score
 
 from kvcore.config import EvictionConfig, SearchConfig
 from kvcore.search import LoglikScorer, PrmScorer, ScorerError, solve

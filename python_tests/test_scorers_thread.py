@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from fake_engine import FakeEngine, random_script, rule_script, text_draft
+from support.fake_engine import FakeEngine, random_script, rule_script, text_draft
 
 from kvcore.config import SearchConfig
 from kvcore.search import RandomScorer, Search, solve

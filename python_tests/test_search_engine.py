@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from tiny_models import byte_tokenizer, make_model, make_module, make_prm
+from support.tiny_models import byte_tokenizer, make_model, make_module, make_prm
 
 from kvcore.config import (
     DetectorConfig,
@@ -113,9 +113,9 @@ def test_prm_scores_are_those_of_a_forward_from_scratch():
 
 
 def _output_head():
-    from kvcore.engine import Output
+    from kvcore.engine import FeedOutput
 
-    return Output.HEAD
+    return FeedOutput.HEAD
 
 
 @pytest.mark.parametrize("kind", ["loglik", "prm"])

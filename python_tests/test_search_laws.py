@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from fake_engine import (
+from support.fake_engine import (
     EOS,
     Draft,
     FakeEngine,
@@ -13,7 +13,7 @@ from fake_engine import (
     rule_script,
     text_draft,
 )
-from search_oracle import loglik_score, prm_score, solve_slowly, text_of
+from support.search_oracle import loglik_score, prm_score, solve_slowly, text_of
 
 from kvcore.config import DetectorConfig, SamplingParams, SearchConfig
 from kvcore.engine.events import Finish

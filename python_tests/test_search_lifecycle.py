@@ -4,7 +4,14 @@ import json
 import threading
 
 import pytest
-from fake_engine import Draft, FakeEngine, FakeTokenizer, random_script, rule_script, text_draft
+from support.fake_engine import (
+    Draft,
+    FakeEngine,
+    FakeTokenizer,
+    random_script,
+    rule_script,
+    text_draft,
+)
 
 from kvcore.config import DetectorConfig, SearchConfig
 from kvcore.search import LoglikScorer, PrmScorer, Prompt, RandomScorer, Search, solve

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from fake_engine import (
+from support.fake_engine import (
     END,
     EOS,
     START,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from tokenizer_zoo import ZOO
+from support.tokenizer_zoo import ZOO
 
 from kvcore.models.text_ids import encode_template, encode_text, special_names
 from kvcore.models.token_bytes import token_byte_list

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from engine_tools import generate, greedy, make_prompts, small_config
+from support.engine_tools import generate, greedy, make_prompts, small_config
 from support.lanes import Lanes
+from support.tiny_models import make_model
 from test_binding import run_python
-from tiny_models import make_model
 
 from kvcore import ops
 from kvcore.engine import Engine

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tiny_models import byte_tokenizer
+from support.tiny_models import byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvcore.search import results
-from kvcore.view.trace import SCHEMA, TraceError, TraceWriter, read_trace
+from kvcore.search.trace import SCHEMA, TraceError, TraceWriter, read_trace
 
 SETTINGS = {"n": 4, "seed": 0}
 EVENTS = [

@@ -27,7 +27,7 @@ from kvcore.demo.task import STEP_END, Problem
 from kvcore.native import _C
 from kvcore.search import ProblemEnded, Solution, TraceEvent
 from kvcore.search.failures import told
-from kvcore.view.trace import TraceWriter
+from kvcore.search.trace import TraceWriter
 
 _ORDER = ("full", "evicted", "helper", "rescue")
 

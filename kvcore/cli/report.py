@@ -15,7 +15,7 @@ from kvcore.eval.datasets import Problem
 from kvcore.eval.grading import answers_equal, extract_answer
 from kvcore.search.failures import told
 from kvcore.search.results import Aborted, FinishReason, KvBytes, Solution, Tokens
-from kvcore.view.trace import finite
+from kvcore.search.trace import finite
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 

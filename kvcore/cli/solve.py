@@ -33,7 +33,7 @@ from kvcore.search.scorers import (
     RandomScorer,
     Scorer,
 )
-from kvcore.view.trace import TraceError, TraceWriter
+from kvcore.search.trace import TraceError, TraceWriter
 
 
 def run_job(job: Job) -> None:

@@ -3,19 +3,19 @@
 from kvcore.engine.engine import Engine
 from kvcore.engine.events import (
     EngineStats,
+    FeedOutput,
     Finish,
     GenerateSpec,
     Generation,
-    Output,
     StepEvent,
 )
 
 __all__ = [
     "Engine",
     "EngineStats",
+    "FeedOutput",
     "Finish",
     "GenerateSpec",
     "Generation",
-    "Output",
     "StepEvent",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 
 from kvcore.cache import KVCache
 from kvcore.config import DetectorConfig, EngineConfig, EvictionConfig
-from kvcore.engine.events import EngineStats, GenerateSpec, Output, StepEvent
+from kvcore.engine.events import EngineStats, FeedOutput, GenerateSpec, StepEvent
 from kvcore.engine.executor import Executor
 from kvcore.engine.generation import Generator
 from kvcore.engine.scheduler import Scheduler
@@ -96,7 +96,7 @@ class Engine:
         with self._changing():
             seq = Sequence(self._next_id, (self._next_id, self._next_id), ids, len(ids))
             if generate is None:
-                self._queue_feed(seq, 0, Output.NONE)
+                self._queue_feed(seq, 0, FeedOutput.NONE)
             else:
                 seq.generating = self._generator.open(generate)
             self._register(seq)
@@ -136,7 +136,7 @@ class Engine:
                 children.append(child.seq_id)
         return children
 
-    def extend(self, seq: int, tokens: Seq[int], output: Output = Output.NONE) -> None:
+    def extend(self, seq: int, tokens: Seq[int], output: FeedOutput = FeedOutput.NONE) -> None:
         """Append given tokens: one piece, one look at eviction. ``extended`` comes when they are
         in.
 
@@ -147,7 +147,7 @@ class Engine:
         target = self._get(seq)
         self._check_not_generating(target)
         self._check_no_waiting_children(target)
-        if (output is Output.HEAD) != self.model.has_head and output is not Output.NONE:
+        if (output is FeedOutput.HEAD) != self.model.has_head and output is not FeedOutput.NONE:
             raise ValueError(f"output: {output.value!r} is not what model {self.model.name!r} has")
         ids = self._check_tokens(tokens, len(target.tokens))
         with self._changing():
@@ -355,7 +355,7 @@ class Engine:
         except KeyError:
             raise ValueError(f"seq: expected a live sequence, got {seq!r}") from None
 
-    def _queue_feed(self, seq: Sequence, first: int, output: Output) -> None:
+    def _queue_feed(self, seq: Sequence, first: int, output: FeedOutput) -> None:
         end = len(seq.tokens) - (0 if self.model.has_head else 1)
         if end == 0:  # a prompt of one token: it stays pending
             self._events.append(StepEvent(seq.seq_id, extended=True))

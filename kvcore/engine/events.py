@@ -27,7 +27,7 @@ class Finish(enum.Enum):
         return self in (Finish.ENTROPY, Finish.GZIP, Finish.REPETITION, Finish.NAN)
 
 
-class Output(enum.Enum):
+class FeedOutput(enum.Enum):
     """What ``Engine.extend`` returns about teacher-forced tokens."""
 
     NONE = "none"

@@ -16,7 +16,7 @@ import torch
 from kvcore.cache import KVCache
 from kvcore.config import EvictionConfig
 from kvcore.engine.commit import Commit, Draw, Entry
-from kvcore.engine.events import EngineStats, Output, StepEvent
+from kvcore.engine.events import EngineStats, FeedOutput, StepEvent
 from kvcore.engine.generation import Generator
 from kvcore.engine.runner import ModelRunner
 from kvcore.engine.sampling import token_logprobs
@@ -150,11 +150,11 @@ class Executor:
         if seq.work:
             feed = entry.feed = seq.work[0]
             entry.place = len(feed.values)
-            if output is not None and feed.output is Output.LOGPROBS:
+            if output is not None and feed.output is FeedOutput.LOGPROBS:
                 first = max(seq.cached, feed.first - 1) + 1
                 ids = torch.tensor(seq.tokens[first : first + len(output)], dtype=torch.int64)
                 entry.values = token_logprobs(output, ids, self._vocab)
-            elif output is not None and feed.output is Output.HEAD and len(output):
+            elif output is not None and feed.output is FeedOutput.HEAD and len(output):
                 entry.values = output[0].float()
         return entry
 
@@ -186,9 +186,9 @@ class Executor:
         if not seq.work:
             return range(end - 1, end) if end == len(seq.tokens) else range(0)
         feed = seq.work[0]
-        if feed.output is Output.LOGPROBS:
+        if feed.output is FeedOutput.LOGPROBS:
             return range(max(seq.cached, feed.first - 1), end)
-        if feed.output is Output.HEAD and end == feed.end:
+        if feed.output is FeedOutput.HEAD and end == feed.end:
             return range(end - 1, end)
         return range(0)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvcore.engine.events import GenerateSpec, Output
+from kvcore.engine.events import FeedOutput, GenerateSpec
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class Feed:
     first: int
     count: int
     end: int
-    output: Output
+    output: FeedOutput
     values: list[torch.Tensor] = field(default_factory=list)
 
 

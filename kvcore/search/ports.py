@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvcore.engine.events import GenerateSpec, Output, StepEvent
+from kvcore.engine.events import FeedOutput, GenerateSpec, StepEvent
 
 if TYPE_CHECKING:
     from kvcore.engine import Engine
@@ -41,7 +41,7 @@ class EnginePort:
         self._handlers.update(zip(children, handlers, strict=True))
         return children
 
-    def extend(self, seq: int, tokens: Sequence[int], output: Output = Output.NONE) -> None:
+    def extend(self, seq: int, tokens: Sequence[int], output: FeedOutput = FeedOutput.NONE) -> None:
         self.engine.extend(seq, tokens, output)
 
     def adopt(self, parent: int, child: int) -> None:

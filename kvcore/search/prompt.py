@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvcore.models.templates import has_template, head_ids
 from kvcore.models.text_ids import Piece, encode_pieces, encode_template, encode_text
 from kvcore.models.token_bytes import byte_token_ids
-from kvcore.search.templates import has_template, head_ids
 
 # Source: KV-Rescue follows the Qwen2.5-Math regime; its model cards give this message.
 DEFAULT_SYSTEM_PROMPT = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -69,7 +69,7 @@ def encode_around(tokenizer: Any, head: str, text: str, tail: str) -> list[int]:
 def same_tokenizer(first: Any, second: Any) -> bool:
     """True when every token has the same id in both, so that ids may be exchanged.
 
-    Output matrices may have more rows than there are tokens; those are never sampled.
+    FeedOutput matrices may have more rows than there are tokens; those are never sampled.
     """
     return first is second or first.get_vocab() == second.get_vocab()
 

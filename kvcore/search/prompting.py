@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcore.config import check_template_args
+from kvcore.models.templates import check_template, has_template, reads_argument
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, default_unless
-from kvcore.search.templates import check_template, has_template, reads_argument
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
 
 from support import prm_oracle  # noqa: E402
-from tiny_models import SIZES, byte_tokenizer  # noqa: E402
+from support.tiny_models import SIZES, byte_tokenizer  # noqa: E402
 
 from kvcore.models.token_head import TokenHeadModel  # noqa: E402
 

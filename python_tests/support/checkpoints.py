@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from engine_tools import generate, greedy, small_config
 from safetensors.torch import load_file, save_file
 
 from kvcore.engine import Engine
 from kvcore.models import LoadedModel
+from support.engine_tools import generate, greedy, small_config
 
 State = dict[str, torch.Tensor]
 

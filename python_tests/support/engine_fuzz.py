@@ -13,7 +13,6 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from engine_tools import run
 
 from kvcore.config import (
     DetectorConfig,
@@ -22,9 +21,10 @@ from kvcore.config import (
     SamplingParams,
     pyramid_budgets,
 )
-from kvcore.engine import Engine, GenerateSpec, Output, StepEvent
+from kvcore.engine import Engine, FeedOutput, GenerateSpec, StepEvent
 from kvcore.native import _C
 from kvcore.policies import available
+from support.engine_tools import run
 from support.exact_model import make_exact_model
 from support.interruptions import Interruption
 
@@ -179,7 +179,7 @@ class EngineFuzz:
         tokens = self._tokens(self.rng.choice((1, 4, 30)))
         if len(self.engine.tokens(seq)) + len(tokens) >= CONTEXT - 60:
             return
-        output = Output.LOGPROBS if self.rng.random() < 0.4 else Output.NONE
+        output = FeedOutput.LOGPROBS if self.rng.random() < 0.4 else FeedOutput.NONE
         self.engine.extend(seq, tokens, output)
         self.live[seq].pending = ("extend", tuple(tokens), output)
 
@@ -216,7 +216,7 @@ class EngineFuzz:
             lambda: self.engine.add([1] * (CONTEXT + 1)),
             lambda: self.engine.add([99_999]),
             lambda: self.engine.extend(seq, [-1]),
-            lambda: self.engine.extend(seq, [1], Output.HEAD),
+            lambda: self.engine.extend(seq, [1], FeedOutput.HEAD),
             lambda: self.engine.adopt(seq, seq),
             lambda: self.engine.fork(10**9, [None]),
             lambda: GenerateSpec(SamplingParams(top_k=2**31)),

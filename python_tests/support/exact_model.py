@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from tiny_models import byte_tokenizer, make_module
 from torch import Tensor, nn
 
 from kvcore.models import LoadedModel, bind_model
+from support.tiny_models import byte_tokenizer, make_module
 
 
 class ExactLinear(nn.Module):

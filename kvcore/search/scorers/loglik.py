@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcore.engine.events import Output
+from kvcore.engine.events import FeedOutput
+from kvcore.models.templates import check_template
 from kvcore.models.text_ids import encode_text
 from kvcore.search.ports import EnginePort
 from kvcore.search.prompt import (
@@ -20,7 +21,6 @@ from kvcore.search.prompt import (
 )
 from kvcore.search.scorers.base import EngineScorer, Score, ScorerContext, ScoreRequest
 from kvcore.search.scorers.tree import TreeBackend
-from kvcore.search.templates import check_template
 
 if TYPE_CHECKING:
     from kvcore.engine import Engine
@@ -67,7 +67,7 @@ class LoglikScorer(EngineScorer):
 class LoglikBackend(TreeBackend):
     """The likelihood of one search's candidates."""
 
-    output = Output.LOGPROBS
+    output = FeedOutput.LOGPROBS
     reserve = 0
 
     def __init__(

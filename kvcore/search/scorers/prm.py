@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from kvcore.config import require
-from kvcore.engine.events import Output
+from kvcore.engine.events import FeedOutput
+from kvcore.models.templates import check_template, has_template, head_ids
 from kvcore.models.text_ids import encode_text
 from kvcore.search.ports import EnginePort
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt
 from kvcore.search.scorers.base import EngineScorer, Score, ScorerContext, ScoreRequest
 from kvcore.search.scorers.tree import TreeBackend
-from kvcore.search.templates import check_template, has_template, head_ids
 
 if TYPE_CHECKING:
     from kvcore.engine import Engine
@@ -115,7 +115,7 @@ class PrmScorer(EngineScorer):
 class PrmBackend(TreeBackend):
     """A PRM at work in one search."""
 
-    output = Output.HEAD
+    output = FeedOutput.HEAD
     reserve = 1  # the separator
 
     def __init__(self, scorer: PrmScorer, port: EnginePort, context: ScorerContext) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcore.engine.events import Output, StepEvent
+from kvcore.engine.events import FeedOutput, StepEvent
 from kvcore.search.failures import told
 from kvcore.search.ports import EnginePort, Handler
 from kvcore.search.scorers.base import OVERFLOW, Backend, Done, Score, ScoreRequest, ScorerError
@@ -53,7 +53,7 @@ class Tree:
 class TreeBackend(Backend, ABC):
     """Common part of scorers that read values of teacher-forced candidates."""
 
-    output: Output
+    output: FeedOutput
     reserve: int  # tokens that a candidate costs beyond its own
 
     def __init__(self, name: str, port: EnginePort) -> None:

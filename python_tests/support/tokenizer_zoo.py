@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tiny_models import CHAT_TEMPLATE, byte_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from support.tiny_models import CHAT_TEMPLATE, byte_tokenizer
 
 SPECIALS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<extra_0>")
 

@@ -16,7 +16,14 @@ from types import SimpleNamespace
 import torch
 
 from kvcore.config import DetectorConfig, EvictionConfig
-from kvcore.engine.events import EngineStats, Finish, GenerateSpec, Generation, Output, StepEvent
+from kvcore.engine.events import (
+    EngineStats,
+    FeedOutput,
+    Finish,
+    GenerateSpec,
+    Generation,
+    StepEvent,
+)
 
 SPECIALS = ("<eos>", "<extra_0>", "<start>", "<end>")
 EOS, EXTRA, START, END = range(256, 260)
@@ -114,7 +121,7 @@ def head_logits(tokens: Sequence[int]) -> list[float]:
 @dataclass
 class _Feed:
     tokens: list[int]
-    output: Output
+    output: FeedOutput
     context: int  # tokens before them
 
 
@@ -187,7 +194,7 @@ class FakeEngine:
         assert generate is None, "the search never asks for it"
         self._check_fits(0, tokens)
         return self._register(
-            _Seq(list(tokens), feeds=deque([_Feed(list(tokens), Output.NONE, 0)]))
+            _Seq(list(tokens), feeds=deque([_Feed(list(tokens), FeedOutput.NONE, 0)]))
         )
 
     def fork(self, seq: int, specs: Sequence[GenerateSpec | None]) -> list[int]:
@@ -207,11 +214,11 @@ class FakeEngine:
             children.append(self._register(child))
         return children
 
-    def extend(self, seq: int, tokens: Sequence[int], output: Output = Output.NONE) -> None:
+    def extend(self, seq: int, tokens: Sequence[int], output: FeedOutput = FeedOutput.NONE) -> None:
         target = self._get(seq)
         if target.spec is not None or target.failed:
             raise ValueError(f"seq: {seq} is not idle")
-        if (output is Output.HEAD) != self.model.has_head and output is not Output.NONE:
+        if (output is FeedOutput.HEAD) != self.model.has_head and output is not FeedOutput.NONE:
             raise ValueError("output: not of this model")
         self._check_no_waiting(seq)
         self._check_fits(len(target.tokens), tokens)
@@ -266,9 +273,9 @@ class FakeEngine:
         self.fed += len(feed.tokens)
         values = None
         whole = seq.tokens[: feed.context] + feed.tokens
-        if feed.output is Output.HEAD:
+        if feed.output is FeedOutput.HEAD:
             values = torch.tensor(head_logits(whole))
-        elif feed.output is Output.LOGPROBS:
+        elif feed.output is FeedOutput.LOGPROBS:
             positions = range(feed.context, len(whole))
             values = torch.tensor([logprob(whole[:i], whole[i]) for i in positions])
         return StepEvent(seq_id, extended=True, values=values)

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 
-from fake_engine import EOS, Draft, head_logits, logprob
-
 from kvcore.config import SearchConfig
 from kvcore.engine.events import Finish, GenerateSpec
 from kvcore.search.stepper import candidate_key
+from support.fake_engine import EOS, Draft, head_logits, logprob
 
 ABORTS = (Finish.ENTROPY, Finish.GZIP, Finish.REPETITION)
 
