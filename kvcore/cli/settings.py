@@ -68,7 +68,7 @@ class Job:
             "template_args": dict(self.template_args),
             "dtype": self.dtype,
             "eviction": dataclasses.asdict(self.eviction),
-            "search": dataclasses.asdict(self.search),
+            "search": self.search.to_json(),
             "engine": dataclasses.asdict(self.engine),
         }
 
