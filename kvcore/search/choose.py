@@ -1,4 +1,4 @@
-"""The decisions of KV-Rescue's Algorithm 1, as pure functions."""
+"""Which candidate becomes the step: the decisions of KV-Rescue's Algorithm 1, as pure functions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def choose(candidates: Sequence[Candidate], ranks: Sequence[float]) -> int:
 
 
 def take(candidate: Candidate) -> Choice:
-    """A candidate as a whole. Flags it if a limit ended it instead of a delimiter."""
+    """A candidate as a whole. Flags it if a limit ended it instead of a separator."""
     capped = candidate.ended.finish is Finish.LENGTH
     return Choice(candidate, tuple(candidate.ended.tokens), True, CAPPED if capped else "")
 
