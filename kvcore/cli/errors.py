@@ -35,6 +35,8 @@ FLAGS: Mapping[str, str] = {
     "mix": "--mix",
     "n": "-n",
     "n_helper": "--n-helper",
+    "n_total": "--n-total",
+    "separators": "--separator",
     "temperature": "--temperature",
     "top_p": "--top-p",
     "top_k": "--top-k",

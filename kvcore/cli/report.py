@@ -155,7 +155,9 @@ def _aborted_text(solutions: Sequence[Solution]) -> str:
     names = ("entropy", "gzip", "repetition", "nan")
     counts = {name: sum(getattr(s.aborted, name) for s in solutions) for name in names}
     fired = [f"{name} {count}" for name, count in counts.items() if count]
-    return f"{sum(counts.values())}" + (f" ({', '.join(fired)})" if fired else "")
+    text = f"{sum(counts.values())}" + (f" ({', '.join(fired)})" if fired else "")
+    early, base = sum(s.early_exits for s in solutions), sum(s.candidates.base for s in solutions)
+    return text + (f"; early exit ends {early / base:.0%} of candidates" if base else "")
 
 
 def summary_rows(outcomes: Sequence[Outcome], seconds: float) -> list[tuple[str, str]]:

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 from kvcore.cli.errors import Failure, UsageError, bad_value_is
-from kvcore.config import EngineConfig, EvictionConfig, SearchConfig, check_template_args
+from kvcore.config import (
+    EngineConfig,
+    EvictionConfig,
+    SearchConfig,
+    as_separators,
+    check_template_args,
+)
 from kvcore.demo import weights
 from kvcore.eval.datasets import Problem, load_problems
+
+PrmRead = Literal["extra0", "newline_last"]
+PRM_READS: tuple[PrmRead, ...] = get_args(PrmRead)
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """``kind`` is "loglik", "random" or "prm"; ``path`` is the PRM's directory, else None."""
+    """What chooses among candidate steps.
+
+    Attributes:
+        kind: "loglik", "random" or "prm".
+        path: the PRM's directory, else None.
+        read: where the PRM's score is read, of ``PRM_READS``.
+    """
 
     kind: str
     path: Path | None = None
+    read: PrmRead = "extra0"
 
     def __str__(self) -> str:
         return self.kind if self.path is None else f"{self.kind}:{self.path}"
@@ -31,6 +48,7 @@ class Job:
     """One run of ``kvcore solve``.
 
     Attributes:
+        scorer: None if a step has one candidate in all.
         engine: size of each engine; ``context_len`` is where a solution ends, and engines get what
             their models may have to read on the way there.
         system_prompt: None takes the search's own.
@@ -41,7 +59,7 @@ class Job:
 
     base: Path
     helper: Path | None
-    scorer: Scorer
+    scorer: Scorer | None
     problems: tuple[Problem, ...]
     eviction: EvictionConfig
     search: SearchConfig
@@ -62,7 +80,8 @@ class Job:
         return {
             "base": str(self.base),
             "helper": None if self.helper is None else str(self.helper),
-            "scorer": str(self.scorer),
+            "scorer": None if self.scorer is None else str(self.scorer),
+            "prm_read": self.scorer.read if self.scorer and self.scorer.kind == "prm" else None,
             "questions": list(self.questions),
             "system_prompt": self.system_prompt,
             "template_args": dict(self.template_args),
@@ -114,6 +133,61 @@ def parse_scorer(text: str) -> Scorer:
             f"--scorer: expected loglik, random, prm:DIR or a model directory, got {text!r}"
         )
     return Scorer("prm", model_directory(Path(text), "--scorer"))
+
+
+def scorer_for(text: str | None, read: str | None, candidates: int) -> Scorer | None:
+    """What chooses among the ``candidates`` of a step; None if there is no choice to make.
+
+    Args:
+        text: of ``--scorer``.
+        read: of ``--prm-read``; None takes the default.
+    """
+    one_of(read, PRM_READS, "--prm-read")
+    scorer = None if text is None else parse_scorer(text)
+    if read is not None and (scorer is None or scorer.kind != "prm"):
+        raise UsageError(
+            f"--prm-read: expected only with a process reward model, got --scorer {scorer}"
+        )
+    if scorer is None and candidates > 1:
+        raise UsageError(
+            f"--scorer: expected what chooses among the {candidates} candidates of a step: prm:DIR "
+            "(a process reward model, as in the paper), loglik (likelihood under the helper, which "
+            "is a weak judge) or random, got none"
+        )
+    return scorer if scorer is None or read is None else replace(scorer, read=cast(PrmRead, read))
+
+
+_ESCAPES = {"n": b"\n", "r": b"\r", "t": b"\t", "\\": b"\\"}
+_ESCAPE = re.compile(r"\\(?:([nrt\\])|x([0-9a-fA-F]{2})|(.?))", re.DOTALL)
+
+
+def parse_separators(texts: Sequence[str]) -> tuple[bytes, ...]:
+    """Bytes of ``--separator`` texts; none is the default. Understands ``\\n``, ``\\r``, ``\\t``,
+    ``\\\\`` and ``\\xNN``.
+    """
+    if not texts:
+        return SearchConfig().separators
+    found = []
+    for text in texts:
+        data, at = b"", 0
+        for escape in _ESCAPE.finditer(text):
+            simple, byte, other = escape.groups()
+            if other is not None:
+                raise UsageError(
+                    "--separator: expected \\n, \\r, \\t, \\xNN or \\\\ after a backslash, "
+                    f"got {text!r}"
+                )
+            data += _utf8(text[at : escape.start()])
+            data += _ESCAPES[simple] if simple else bytes.fromhex(byte)
+            at = escape.end()
+        found.append(data + _utf8(text[at:]))
+    with bad_value_is(UsageError):
+        return as_separators(found)
+
+
+def _utf8(text: str) -> bytes:
+    """The bytes that stood on the command line, also where they are no UTF-8."""
+    return text.encode("utf-8", errors="surrogateescape")
 
 
 def eviction_config(evict: str | None, **fields: Any) -> EvictionConfig:

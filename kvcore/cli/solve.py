@@ -27,7 +27,6 @@ from kvcore.search import DEFAULT_SYSTEM_PROMPT, Search, Solution, TraceEvent
 from kvcore.search.failures import told
 from kvcore.search.prompt import default_unless
 from kvcore.search.scorers import (
-    EngineScorer,
     LoglikScorer,
     PrmScorer,
     RandomScorer,
@@ -68,7 +67,7 @@ def run_job(job: Job) -> None:
 class _Models:
     base: Engine
     helper: Engine | None
-    scorer: Scorer | EngineScorer
+    scorer: Scorer | None
 
 
 def _load(job: Job, console: Console) -> _Models:
@@ -109,15 +108,15 @@ def _tell_plain_prompts(job: Job, engines: Sequence[Engine], console: Console) -
         )
 
 
-def _scorer(
-    job: Job, base: Engine, helper: Engine | None, console: Console
-) -> Scorer | EngineScorer:
+def _scorer(job: Job, base: Engine, helper: Engine | None, console: Console) -> Scorer | None:
+    if job.scorer is None:
+        return None
     if job.scorer.kind == "random":
         return RandomScorer(job.search.seed)
     if job.scorer.path is not None:
         with _loading(console, f"scorer {job.scorer.path}"):
             model = load_prm(job.scorer.path, dtype=job.dtype, argument="scorer")
-            return PrmScorer(Engine(model, _engine_config(job, model)))
+            return PrmScorer(Engine(model, _engine_config(job, model)), mode=job.scorer.read)
     prompt = DEFAULT_SYSTEM_PROMPT if job.system_prompt is None else job.system_prompt
     if helper is not None:
         return LoglikScorer(system_prompt=prompt)
