@@ -327,15 +327,7 @@ class Recorder:
             for name in sorted({"h2o", *ORACLES})
         ),
     ],
-    ids=lambda c: "-".join(
-        [
-            c.policy,
-            str(c.budget),
-            str(c.protect),
-            c.scope,
-            *["pool_first"] * getattr(c, "pool_first", 0),
-        ]
-    ),
+    ids=repr,
 )
 @pytest.mark.parametrize("scale", [None, 0.7], ids=["", "another_scale"])
 def test_a_policy_in_the_engine_keeps_what_its_oracle_keeps(config, scale):
