@@ -130,7 +130,7 @@ def test_torch_and_the_core_get_the_same_number_whatever_the_environment_says():
 @pytest.mark.parametrize("bad", [0, -1, 1025, 2.0, True, None, "2"])
 def test_a_number_of_threads_that_cannot_be_changes_neither(bad: object):
     set_threads(2)
-    with pytest.raises(ValueError, match="^threads: expected an integer"):
+    with pytest.raises(ValueError, match=r"^threads: expected an integer"):
         set_threads(bad)  # type: ignore[arg-type]
     assert (torch.get_num_threads(), _C.num_threads()) == (2, 2)
 
