@@ -116,7 +116,7 @@ class Bench:
             "problems": args.problems,
             "scorer": args.scorer,
             "dtype": args.dtype,
-            "search": asdict(self.search),
+            "search": self.search.to_json(),
             "eviction": asdict(self.eviction),
         }
 
