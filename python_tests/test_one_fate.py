@@ -258,14 +258,14 @@ def test_what_on_event_raises_is_nobodys_error_and_ends_the_search(kind):
     assert all(s.error is None for s in search.solutions)
 
 
-def test_an_interrupted_problem_gets_its_candidates_and_its_end():
+def test_an_interrupted_problem_gets_its_candidates_and_its_end(ctrl_c):
     """Ctrl-C comes while the search waits for a scorer that never returns."""
     base, events, main = engine(), [], threading.get_ident()
 
     class Hanging:
         def score(self, requests):
             time.sleep(0.2)  # until the search waits; the law holds at any moment
-            signal.pthread_kill(main, signal.SIGINT)
+            signal.pthread_kill(main, ctrl_c)
             time.sleep(600)
 
     search = Search(base, ["a"], scorer=Hanging(), config=CONFIG, on_event=events.append)
