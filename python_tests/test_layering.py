@@ -1,7 +1,7 @@
 """The arrows of the design: which directory may include or import which.
 
 csrc:    base <- ops <- {cpu, cuda};  base, ops <- store;  base <- detect;  all <- bindings
-kvcore:  checks <- policies <- config <- native <- ops <- cache <- evictor <- models <- engine
+kvcore:  checks <- policies <- config, files <- native <- ops <- cache <- evictor <- models <- engine
          <- search <- {eval, demo, view} <- {doctor, cli};  train sees up to models
 
 ``policies`` are the settings and the policies themselves, which load without torch and name what
@@ -29,8 +29,8 @@ CSRC_SEES = {
 }
 
 CHAIN = [
-    *("checks", "policies", "config", "native", "ops", "cache", "evictor", "models", "engine"),
-    "search",
+    *("checks", "policies", "config", "files", "native", "ops", "cache", "evictor", "models"),
+    *("engine", "search"),
 ]
 EVICTOR = ("evictor", "selection", "Evictor", "evict")  # of kvcore.policies
 NO_TORCH = ("checks", "policies", "config")  # rooms that settings come from
