@@ -1,8 +1,8 @@
 """The arrows of the design: which directory may include or import which.
 
 csrc:    base <- ops <- {cpu, cuda};  base, ops <- store;  base <- detect;  all <- bindings
-kvcore:  checks <- policies <- config, files <- native <- ops <- cache <- evictor <- models <- engine
-         <- search <- {eval, demo, view} <- {doctor, cli};  train sees up to models
+kvcore:  checks <- policies <- config, files <- native <- ops <- cache <- evictor <- models
+         <- engine <- search <- {eval, demo, view} <- {doctor, cli};  train sees up to models
 
 ``policies`` are the settings and the policies themselves, which load without torch and name what
 they score in annotations only. ``evictor`` is what works on a cache: policies/evictor.py and
