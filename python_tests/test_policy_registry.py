@@ -214,7 +214,10 @@ def test_a_policy_of_another_distribution_has_flags(install, tmp_path, monkeypat
         assert jobs[0].search.sampling.temperature == 0.1
         help = " ".join(CliRunner().invoke(fresh.app, ["solve", "--help"]).stdout.split())
         assert "lru: steps that an entry may idle (default 3)." in help
-        assert "rkv, snapkv, lru:" in help
+        assert (
+            "rkv, snapkv, lru: recent queries that vote, at most --protect (default 8; lru 2)"
+            in help
+        )
         done = CliRunner().invoke(fresh.app, [*base, "--budget", "8", "--patience", "4"])
         assert done.exit_code == 2
         assert "--patience: expected nothing with policy 'rkv'" in done.stderr
