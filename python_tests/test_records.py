@@ -12,13 +12,13 @@ from support.cli_tools import SOLUTION
 
 from kvcore.eval import Grade, Problem
 from kvcore.eval.records import VERSION, ByModel, Record, early_exit_share
-from kvcore.search.results import Aborted, KvBytes
+from kvcore.search.results import Aborted, CandidateCount, KvBytes
 
 PROBLEM = Problem("p7", "q?", "42")
 
 
 def make(**changes: Any) -> Record:
-    record = Record.of(PROBLEM, SOLUTION, candidates=ByModel(16, 8), settings={"n": [1, None]})
+    record = Record.of(PROBLEM, SOLUTION, settings={"n": [1, None]})
     return replace(record, **changes)
 
 
@@ -29,7 +29,7 @@ EDGES = [
     {"text": "", "steps": (), "seconds": 0.0},
     {"text": "\ud83d \u2028 \x00", "id": ""},
     {"evictions": 2**62, "kv_bytes": KvBytes(2**60, 2**61)},
-    {"tokens": ByModel(1, 2, 3), "fed": ByModel(4, 5, 6), "candidates": ByModel(7, 8, 9)},
+    {"tokens": ByModel(1, 2, 3), "fed": ByModel(4, 5, 6), "candidates": CandidateCount(7, 8)},
     {"settings": {}, "versions": {}},
 ]
 
@@ -92,7 +92,7 @@ def test_fields_of_a_later_reader_are_left_out_and_defaults_filled_in() -> None:
     assert Record.from_json(told) == make()
     for name in ("candidates", "fed", "settings", "versions"):
         del told[name]
-    plain = make(candidates=ByModel(), fed=ByModel(), settings={}, versions={})
+    plain = make(candidates=CandidateCount(), fed=ByModel(), settings={}, versions={})
     assert Record.from_json(told) == plain
 
 
@@ -135,8 +135,10 @@ def test_what_is_no_object_is_refused(value: object) -> None:
 
 
 def test_the_share_of_early_exits_counts_base_candidates_and_no_nan() -> None:
-    one = make(aborted=Aborted(entropy=1, gzip=2, repetition=3, nan=4), candidates=ByModel(20, 9))
-    two = make(aborted=Aborted(), candidates=ByModel(10, 9))
+    one = make(
+        aborted=Aborted(entropy=1, gzip=2, repetition=3, nan=4), candidates=CandidateCount(20, 9)
+    )
+    two = make(aborted=Aborted(), candidates=CandidateCount(10, 9))
     assert early_exit_share([one, two]) == pytest.approx(6 / 30)
-    assert early_exit_share([make(candidates=ByModel(0, 5))]) is None
+    assert early_exit_share([make(candidates=CandidateCount(0, 5))]) is None
     assert early_exit_share([]) is None

@@ -97,10 +97,8 @@ def test_everything_that_decides_an_outcome_is_in_the_json(make: Callable[..., R
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"method": "beam"},
-            r"method: expected one of full, best-of-n, helper, rescue, got 'beam'",
-        ),
+        ({"method": "beam"}, r"method: expected one of full, best-of-n, .*, got 'beam'"),
+        ({"scorer": None}, r"scorer: expected one that chooses among 2 candidates, got None"),
         ({"helper": None}, r"helper: expected a model with method 'rescue', got None"),
         ({"base": None}, r"base: expected a model with method 'rescue', got None"),
         ({"method": "helper", "helper": None}, r"helper: expected a model with method 'helper'"),
@@ -125,9 +123,6 @@ def test_a_scorer_is_described_by_a_word(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "best", "prm", "prm:", "loglik:x", "random:", "PRM:x"])
 def test_another_scorer_is_refused(text: str) -> None:
-    if text == "random:":  # nothing after the colon
-        assert ScorerSpec.parse(text) == ScorerSpec("random")
-        return
     with pytest.raises(ValueError, match=r"^scorer: expected loglik, random or prm:DIR, got "):
         ScorerSpec.parse(text)
 
@@ -189,9 +184,9 @@ def test_other_scorers_are_made_as_described(
     assert isinstance(engines.scorer, RandomScorer)
     engines = make_engines(make(scorer=ScorerSpec("prm", folders["prm"])), models)
     assert isinstance(engines.scorer, PrmScorer)
-    with pytest.raises(ValueError, match="^scorer: "):
+    with pytest.raises(ValueError, match=r"^scorer: "):
         make_engines(make(scorer=ScorerSpec("prm", folders["base"])), models)
-    with pytest.raises(ValueError, match="^helper: "):
+    with pytest.raises(ValueError, match=r"^helper: "):
         make_engines(make(helper="no/where"), models)
 
 
@@ -251,8 +246,9 @@ def test_a_problem_that_failed_is_tried_again(
     long = Problem("long", "x" * 400, "")
     run = make(problems=(PROBLEMS[0], long), search=replace(make().search, max_steps=1))
     path = tmp_path / "r.jsonl"
+    tried: list[str] = []
     for _ in range(2):
-        tried: list[str] = []
+        tried.clear()
         with Results(path, {}) as results:
             found = solve_missing(
                 run, results, "x", models, on_record=lambda record: tried.append(record.id)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.cli.errors import Failure, UsageError, bad_value_is
-from kvcore.config import EngineConfig, EvictionConfig, check_template_args
+from kvcore.config import EngineConfig, check_template_args
 from kvcore.demo import weights
 from kvcore.eval import Problem, Run, ScorerSpec, load_problems
 
@@ -74,24 +74,6 @@ def parse_scorer(text: str) -> ScorerSpec:
             f"--scorer: expected loglik, random, prm:DIR or a model directory, got {text!r}"
         )
     return ScorerSpec("prm", model_directory(Path(text), "--scorer"))
-
-
-def eviction_config(evict: str | None, **fields: Any) -> EvictionConfig:
-    """Settings of the base model's eviction.
-
-    Args:
-        evict: policy; None means "rkv" when a budget is given, else "full".
-        fields: of ``EvictionConfig``; None takes its default.
-    """
-    if evict is None:
-        evict = "full" if fields.get("budget") is None else "rkv"
-    given = {name: value for name, value in fields.items() if value is not None}
-    if evict == "full" and given.keys() - {"budget", "seed"}:
-        name = min(given.keys() - {"budget", "seed"})
-        flag = "--" + name.replace("_", "-")
-        raise UsageError(f"{flag}: expected only with a policy that evicts, got --evict full")
-    with bad_value_is(UsageError):
-        return EvictionConfig(policy=evict, **given)
 
 
 def read_questions(questions: Sequence[str], file: Path | None) -> tuple[Problem, ...]:

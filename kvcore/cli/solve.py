@@ -17,7 +17,6 @@ from kvcore.cli.settings import Job
 from kvcore.eval.records import Record
 from kvcore.eval.solving import Engines, Models, Solving, make_engines
 from kvcore.native import set_threads
-from kvcore.policies import make_policy
 from kvcore.search import DEFAULT_SYSTEM_PROMPT, TraceEvent
 from kvcore.search.failures import told
 from kvcore.search.prompt import default_unless
@@ -28,14 +27,11 @@ def run_job(job: Job) -> None:
     """Solves the job's questions.
 
     Raises:
-        UsageError: no such policy, or not with these settings.
         Failure: a model is refused, or some question failed.
         OSError: the trace or the result cannot be written; what was written is kept.
         KeyboardInterrupt: interrupted.
     After an interruption or a failed trace, what there was is shown and written before it raises.
     """
-    with bad_value_is(UsageError):
-        make_policy(job.eviction)
     console, output = make_console()
     with contextlib.ExitStack() as stack:
         trace = None
@@ -64,7 +60,7 @@ def _load(job: Job, console: Console) -> Engines:
             if source is not None:
                 with _loading(console, f"{role} {source}"):
                     loaded.append(models.language(source, job.dtype, role))
-        if job.scorer.path is not None:
+        if job.scorer is not None and job.scorer.path is not None:
             with _loading(console, f"scorer {job.scorer.path}"):
                 models.reward(job.scorer.path, job.dtype, "scorer")
         engines = make_engines(job, models)

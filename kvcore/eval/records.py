@@ -24,7 +24,7 @@ from kvcore.eval.datasets import Problem
 from kvcore.eval.grading import Grade, grade_answer
 from kvcore.files import finite
 from kvcore.search.failures import told
-from kvcore.search.results import Aborted, KvBytes, Solution
+from kvcore.search.results import Aborted, CandidateCount, KvBytes, Solution
 
 VERSION = 1
 
@@ -89,8 +89,8 @@ class Record:
     kv_bytes: KvBytes
     evictions: int
     seconds: float
-    candidates: ByModel = ByModel()
-    fed: ByModel = ByModel()
+    candidates: CandidateCount = field(default_factory=CandidateCount)
+    fed: ByModel = field(default_factory=ByModel)
     settings: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
 
@@ -101,7 +101,6 @@ class Record:
         solution: Solution,
         *,
         grade: Grader = grade_answer,
-        candidates: ByModel | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> Record:
         """What a solution came to, graded. A grader that raises makes it an error."""
@@ -131,7 +130,7 @@ class Record:
             kv_bytes=solution.kv_bytes,
             evictions=solution.evictions,
             seconds=solution.seconds,
-            candidates=candidates or ByModel(),
+            candidates=solution.candidates,
             fed=ByModel(tokens.base.processed, tokens.helper.processed, tokens.scorer.processed),
             settings=settings or {},
             versions=versions(),

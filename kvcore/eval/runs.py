@@ -5,11 +5,10 @@ Free of torch, so that what is wrong with it is said before anything is loaded.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvcore.config import (
     EngineConfig,
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 METHODS = ("full", "best-of-n", "helper", "rescue")
 SCORERS = ("loglik", "random", "prm")
+PrmRead = Literal["extra0", "newline_last"]
+PRM_READS: tuple[PrmRead, ...] = get_args(PrmRead)
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,18 @@ class ScorerSpec:
         kind: "loglik": likelihood under the helper with a full cache, under the base model where a
             run has no helper; "random"; "prm": a process reward model.
         path: the reward model, named like every model of a run; None for other kinds.
+        read: where a reward model's score is read, a ``mode`` of ``PrmScorer``; None takes its
+            default, and stands with other kinds.
     """
 
     kind: str
     path: str | Path | None = None
+    read: PrmRead | None = None
 
     def __post_init__(self) -> None:
+        require(self.read in (None, *PRM_READS), "prm_read", f"one of {PRM_READS}", self.read)
+        ok = self.read is None or self.kind == "prm"
+        require(ok, "prm_read", "nothing without a process reward model", self.read)
         require(self.kind in SCORERS, "scorer", "loglik, random or prm:DIR", self.kind)
         ok = (self.path is not None and str(self.path) != "") == (self.kind == "prm")
         require(ok, "scorer", "a model with prm, and with prm only", str(self))
@@ -74,6 +81,7 @@ class Run:
             the base model's cache evicted.
         base: None only with method "helper".
         helper: None only where the method does not need one.
+        scorer: None only if a step has one candidate in all.
         eviction: of the base model; not looked at where the cache is full.
         search: whatever the method, ``detector`` is that of the run; without a helper
             ``n_helper`` is not looked at.
@@ -87,7 +95,7 @@ class Run:
 
     base: str | Path | None
     helper: str | Path | None
-    scorer: ScorerSpec
+    scorer: ScorerSpec | None
     problems: tuple[Problem, ...]
     method: str
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
@@ -105,6 +113,9 @@ class Run:
             given = getattr(self, role)
             require(given is not None, role, f"a model with method {self.method!r}", given)
         require(len(self.problems) > 0, "problems", "at least one problem", self.problems)
+        choices = sum(self.search.candidates(helper=self.method == "rescue"))
+        ok = self.scorer is not None or choices == 1
+        require(ok, "scorer", f"one that chooses among {choices} candidates", self.scorer)
         check_template_args(self.template_args)
 
     @property
@@ -122,14 +133,11 @@ class Run:
             "method": self.method,
             "base": None if self.base is None else str(self.base),
             "helper": None if self.helper is None else str(self.helper),
-            "scorer": str(self.scorer),
+            "scorer": None if self.scorer is None else str(self.scorer),
+            "prm_read": None if self.scorer is None else self.scorer.read,
             "system_prompt": self.system_prompt,
             "template_args": dict(self.template_args),
             "dtype": self.dtype,
-            "eviction": settings_json(self.eviction if self.evicts else EvictionConfig()),
-            "search": settings_json(self.search),
+            "eviction": (self.eviction if self.evicts else EvictionConfig()).as_dict(),
+            "search": self.search.to_json(),
         }
-
-
-def settings_json(settings: Any) -> dict[str, Any]:
-    return dataclasses.asdict(settings)

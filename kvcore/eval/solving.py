@@ -11,13 +11,11 @@ from typing import Any
 from kvcore.config import EngineConfig, EvictionConfig, require
 from kvcore.engine import Engine
 from kvcore.eval.jsonl import Results, check_same
-from kvcore.eval.records import ByModel, Record
+from kvcore.eval.records import Record
 from kvcore.eval.runs import Run
 from kvcore.models import LoadedModel, load_model, load_prm
 from kvcore.search import (
     DEFAULT_SYSTEM_PROMPT,
-    CandidateEnded,
-    EngineScorer,
     LoglikScorer,
     PrmScorer,
     Prompt,
@@ -59,7 +57,7 @@ class Engines:
 
     solver: Engine
     helper: Engine | None
-    scorer: Scorer | EngineScorer
+    scorer: Scorer | None
 
     @property
     def generated_tokens(self) -> int:
@@ -87,12 +85,14 @@ def _source(run: Run, role: str) -> str | Path:
     return source
 
 
-def _scorer(run: Run, models: Models, solver: Engine) -> Scorer | EngineScorer:
+def _scorer(run: Run, models: Models, solver: Engine) -> Scorer | None:
+    if run.scorer is None:
+        return None
     if run.scorer.kind == "random":
         return RandomScorer(run.search.seed)
     if run.scorer.path is not None:
         model = models.reward(run.scorer.path, run.dtype, "scorer")
-        return PrmScorer(Engine(model, engine_config(run, model)))
+        return PrmScorer(Engine(model, engine_config(run, model)), mode=run.scorer.read or "extra0")
     prompt = DEFAULT_SYSTEM_PROMPT if run.system_prompt is None else run.system_prompt
     if run.method == "rescue":
         return LoglikScorer(system_prompt=prompt)  # reads in the helper's own engine
@@ -138,8 +138,6 @@ class Solving:
     ) -> None:
         self.run = run
         self._settings = run.as_json()
-        self._on_event = on_event
-        self._candidates: dict[int, Counter[str]] = {}
         self._graded: dict[int, tuple[Solution, Record]] = {}
         self.engines = engines
         prompts = [
@@ -156,7 +154,7 @@ class Solving:
             config=run.search if rescues else replace(run.search, n_helper=None),
             system_prompt=DEFAULT_SYSTEM_PROMPT if run.system_prompt is None else run.system_prompt,
             template_args=run.template_args,
-            on_event=self._tell,
+            on_event=on_event,
         )
 
     def records(self) -> Iterator[Record]:
@@ -176,21 +174,10 @@ class Solving:
                 self.run.problems[key],
                 solution,
                 grade=self.run.grade,
-                candidates=self._counted(key),
                 settings=self._settings,
             )
             self._graded[key] = solution, found
         return self._graded[key][1]
-
-    def _tell(self, event: TraceEvent) -> None:
-        if isinstance(event, CandidateEnded):
-            self._candidates.setdefault(event.problem, Counter())[event.source] += 1
-        if self._on_event is not None:
-            self._on_event(event)
-
-    def _counted(self, key: int) -> ByModel:
-        counts = self._candidates.get(key, Counter())
-        return ByModel(counts["base"], counts["helper"])
 
 
 def solve_missing(

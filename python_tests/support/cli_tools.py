@@ -20,6 +20,7 @@ from kvcore.eval import solving as solving_module
 from kvcore.search import Prompt
 from kvcore.search.results import (
     Aborted,
+    CandidateCount,
     KvBytes,
     ProblemEnded,
     ProblemStarted,
@@ -48,6 +49,7 @@ SOLUTION = Solution(
     evictions=100,
     kv_bytes=KvBytes(peak=2048, full=8192),
     seconds=1.5,
+    candidates=CandidateCount(base=40, helper=20),
 )
 RESULT_KEYS = {
     "version": None,
@@ -65,7 +67,7 @@ RESULT_KEYS = {
     "kv_bytes": {"peak", "full"},
     "evictions": None,
     "seconds": None,
-    "candidates": {"base", "helper", "scorer"},
+    "candidates": {"base", "helper"},
     "fed": {"base", "helper", "scorer"},
 }
 
