@@ -91,14 +91,9 @@ def gsm8k_task(args: argparse.Namespace) -> Task:
 
 
 def eviction_of(task: Task, policy: str, cadence: str, budget: int) -> EvictionConfig:
-    steady = cadence == "steady"
-    return EvictionConfig(
-        policy=policy,
-        budget=budget,
-        protect=task.room if steady else task.protect,
-        headroom=task.room,
-        cadence=cadence,
-    )
+    if cadence == "steady":
+        return EvictionConfig(policy, budget, cadence=cadence, protect=task.room)
+    return EvictionConfig(policy, budget, cadence=cadence, protect=task.protect, headroom=task.room)
 
 
 def solve(run: Run, name: str, results: Results, models: Models) -> list[Record]:
