@@ -71,6 +71,7 @@ def parse_args() -> argparse.Namespace:
     add("-n", type=int, default=4, help="candidates per step, of each model")
     add("--policy", default="rkv")
     add("--budget", type=int, default=64)
+    add("--cadence", help="steady or sawtooth; the library's default if not given")
     add("--protect-prompt", action="store_true")
     add("--max-tokens", type=int, default=2048, help="context, prompt included")
     add("--max-step-tokens", type=int, default=512)
@@ -103,7 +104,10 @@ def describe(args: argparse.Namespace, method: str, problems: Sequence[Problem])
         problems=tuple(problems),
         method=RUNS.get(method, method),
         eviction=EvictionConfig(
-            policy=args.policy, budget=args.budget, protect_prompt=args.protect_prompt
+            args.policy,
+            args.budget,
+            protect_prompt=args.protect_prompt,
+            **({} if args.cadence is None else {"cadence": args.cadence}),
         ),
         search=search if method == "rescue" else best_of_n_config(search),
         engine=EngineConfig(
