@@ -147,13 +147,13 @@ def _print_table(console: Console, rows: Sequence[Row]) -> None:
             style="bold" if row.n_helper else "",
         )
     console.print(table)
-    for row in rows:
-        share = recovered(rows, row.method) if row.n_helper else None
+    helped = [row for row in rows if row.n_helper]
+    for row in helped:
+        share = recovered(rows, row.method)
         if share is not None:
-            console.print(
-                f"{row.title} recovered {share:.0%} of the accuracy that eviction lost; early "
-                f"exit ends {row.early_exits:.1%} of its base candidates."
-            )
+            console.print(f"{row.title} recovered {share:.0%} of the accuracy that eviction lost.")
+    ended = " and ".join(f"{row.early_exits:.1%}" for row in helped)
+    console.print(f"Early exit ends {ended} of their base candidates.")
     if recovered(rows) is None:
         console.print("Eviction lost nothing here: there is nothing to recover.")
 
