@@ -226,6 +226,7 @@ def solve(
         return Job(
             base=model_directory(base, "--base"),
             helper=None if helper is None else model_directory(helper, "--helper"),
+            method="best-of-n" if helper is None else "rescue",
             scorer=parse_scorer(scorer),
             problems=read_questions(question or (), questions),
             eviction=eviction.config(seed=seed),

@@ -4,73 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcore.cli.errors import Failure, UsageError, bad_value_is
-from kvcore.config import EngineConfig, EvictionConfig, SearchConfig, check_template_args
+from kvcore.config import EngineConfig, check_template_args
 from kvcore.demo import weights
-from kvcore.eval.datasets import Problem, load_problems
+from kvcore.eval import Problem, Run, ScorerSpec, load_problems
 
 
-@dataclass(frozen=True)
-class Scorer:
-    """``kind`` is "loglik", "random" or "prm"; ``path`` is the PRM's directory, else None."""
-
-    kind: str
-    path: Path | None = None
-
-    def __str__(self) -> str:
-        return self.kind if self.path is None else f"{self.kind}:{self.path}"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of ``kvcore solve``.
+@dataclass(frozen=True, kw_only=True)
+class Job(Run):
+    """One run of ``kvcore solve``, and where its results go.
 
     Attributes:
-        engine: size of each engine; ``context_len`` is where a solution ends, and engines get what
-            their models may have to read on the way there.
-        system_prompt: None takes the search's own.
-        template_args: keywords of every chat template.
-        dtype: None takes each checkpoint's.
         threads: of torch and of kvcore's kernels; None leaves both alone.
     """
 
-    base: Path
-    helper: Path | None
-    scorer: Scorer
-    problems: tuple[Problem, ...]
-    eviction: EvictionConfig
-    search: SearchConfig
-    engine: EngineConfig
-    system_prompt: str | None
-    template_args: Mapping[str, Any]
-    dtype: str | None
-    threads: int | None
-    trace: Path | None
-    json: Path | None
-
-    @property
-    def questions(self) -> tuple[str, ...]:
-        return tuple(problem.question for problem in self.problems)
+    threads: int | None = None
+    trace: Path | None = None
+    json: Path | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The settings that decide the result, for a trace's header."""
-        return {
-            "base": str(self.base),
-            "helper": None if self.helper is None else str(self.helper),
-            "scorer": str(self.scorer),
-            "questions": list(self.questions),
-            "system_prompt": self.system_prompt,
-            "template_args": dict(self.template_args),
-            "dtype": self.dtype,
-            "eviction": self.eviction.as_dict(),
-            "search": self.search.to_json(),
-            "engine": dataclasses.asdict(self.engine),
-        }
+        engine = dataclasses.asdict(self.engine)
+        return {**super().as_json(), "questions": list(self.questions), "engine": engine}
 
 
 def model_directory(path: Path, flag: str) -> Path:
@@ -100,20 +60,20 @@ def _demo_directory(name: str, flag: str) -> Path:
         raise UsageError(f"{flag}: {error}") from error
 
 
-def parse_scorer(text: str) -> Scorer:
+def parse_scorer(text: str) -> ScorerSpec:
     """``loglik``, ``random``, ``prm:DIR``, ``demo:prm``, or a process reward model's directory."""
     if text in ("loglik", "random"):
-        return Scorer(text)
+        return ScorerSpec(text)
     kind, separator, path = text.partition(":")
     if separator and kind == "demo":
-        return Scorer("prm", model_directory(Path(text), "--scorer"))
+        return ScorerSpec("prm", model_directory(Path(text), "--scorer"))
     if separator and kind == "prm":
-        return Scorer("prm", model_directory(Path(path), "--scorer"))
+        return ScorerSpec("prm", model_directory(Path(path), "--scorer"))
     if not Path(text).exists():
         raise UsageError(
             f"--scorer: expected loglik, random, prm:DIR or a model directory, got {text!r}"
         )
-    return Scorer("prm", model_directory(Path(text), "--scorer"))
+    return ScorerSpec("prm", model_directory(Path(text), "--scorer"))
 
 
 def read_questions(questions: Sequence[str], file: Path | None) -> tuple[Problem, ...]:
