@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvcore.cache import KVCache
 from kvcore.config import EvictionConfig
 from kvcore.engine.sequence import Sequence
-from kvcore.ops import BLOCK_SLOTS
+from kvcore.ops import blocks_for
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Scheduler:
         if self._evicts:
             kept = seq.prompt_len if self._eviction.protect_prompt else 0
             slots = min(slots, self._eviction.trigger + kept + seq.longest_known_piece)
-        wanted = self._lanes * (-(-slots // BLOCK_SLOTS) + 1)
+        wanted = self._lanes * (blocks_for(slots) + 1)
         wanted -= self._store.num_blocks(seq.handle)
         return max(0, wanted - self._store.free_blocks())
 

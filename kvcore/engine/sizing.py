@@ -8,6 +8,7 @@ from kvcore.cache import CacheShape, KVCache
 from kvcore.config import EngineConfig
 from kvcore.models.loader import LoadedModel
 from kvcore.native import _C
+from kvcore.ops import blocks_for
 from kvcore.policies import Policy
 
 
@@ -26,7 +27,7 @@ def make_cache(
     state_bytes = steady.state_bytes if steady is not None else 0
     blocks = config.kv_blocks or min(
         _blocks_within(config.kv_bytes, shape, steady, most_states),
-        most_states * (-(-context_len // 16)),
+        most_states * blocks_for(context_len),
     )
     if state_bytes and steady is not None and config.kv_blocks is None:
         least = steady.full_blocks
@@ -92,9 +93,9 @@ def _steady(
     limits = [budget + config.protect for budget in config.budgets(shape.layers)]
     if not config.is_steady or min(limits) > context_len:
         return None
-    lane_blocks = -(-min(limits) // 16)
+    lane_blocks = blocks_for(min(limits))
     longest = [min(limit, context_len) for limit in limits]
-    full_blocks = shape.kv_heads * sum(-(-slots // 16) for slots in longest)
+    full_blocks = shape.kv_heads * sum(blocks_for(slots) for slots in longest)
     if not policy.is_fused:
         return _Steady(None, 0, 0, lane_blocks, full_blocks)
     observe = _C.RkvSettings(config.protect, config.kernel, policy.mix, config.threshold)

@@ -8,6 +8,7 @@ import torch
 
 from kvcore import ops
 from kvcore.cache import KVCache
+from kvcore.native import _C
 from kvcore.policies.base import Policy, even_budgets, evict, score_and_limit
 
 
@@ -43,8 +44,7 @@ def elect(policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequ
         due = [seqs[i] for i in chosen]
         score, keep = score_and_limit(policy, cache, due, [prompt_lens[i] for i in chosen])
         lowest, found = ops.select_slots(cache.store, cache.rows(due), score, keep - 1)
-        slots = torch.where(found > 0, lowest[..., 0], -1)
-        cache.replace[rows[chosen]] = slots.to(torch.int32)
+        cache.set_replace(due, torch.where(found > 0, lowest[..., 0], _C.NO_REPLACE).int())
     return dropped
 
 
@@ -60,11 +60,11 @@ def _build_missing(
     limit: i32 [layers, kv_heads], the same for all sequences of a fused policy.
     """
     assert cache.replace is not None and cache.observe is not None
-    missing = (full & (cache.replace[rows] == -1)).flatten(1).any(1)
+    missing = (full & (cache.replace[rows] == _C.NO_REPLACE)).flatten(1).any(1)
     if bool(missing.any()):
         cache.store.take_states([seqs[i] for i in missing.nonzero().flatten().tolist()], limit)
         ops.build_rkv_state(cache.store, rows[missing].int(), limit, cache.observe, cache.scale)
-    bad = (cache.replace[rows] == -2).nonzero()
+    bad = (cache.replace[rows] == _C.NOT_FINITE).nonzero()
     if len(bad):
         i, layer, head = bad[0].tolist()
         raise ValueError(
