@@ -52,6 +52,7 @@ class CachePlan:
             max_len=max_len,
             window=self.needs.window,
             accumulates=self.needs.attention,
+            planes=self.needs.planes,
             replaces=self.replaces,
             observe=self.observe,
             state_slots=self.state_slots,
@@ -242,6 +243,7 @@ class Evictor:
             f"window={needs.window}": cache.window == needs.window,
             f"accumulates={needs.attention!r}": stats == wanted[needs.attention],
             f"replaces={exchanges}": not exchanges or cache.replace is not None,
+            f"planes={needs.planes}": all(p.name in cache.planes for p in needs.planes),
         }
         for keyword, is_so in expected.items():
             require(is_so, "cache", f"one with {keyword} for {self.config!r}", "another")
