@@ -168,7 +168,7 @@ class Evictor:
         """Undo the newest ``count`` tokens, which were fed and not settled. False, with nothing
         changed, if they have overwritten, evicted or added to what was there.
         """
-        if self.cache.stats_plane is not None or self.cache.store.undoable(handle) < count:
+        if self.cache.planes or self.cache.store.undoable(handle) < count:
             return False
         self.cache.store.truncate(handle, count)
         return True
