@@ -15,8 +15,13 @@ from torch import Tensor
 from kvcore.checks import require
 from kvcore.native import _C
 
-BLOCK_SLOTS = 16
+BLOCK_SLOTS = _C.BLOCK_SLOTS  # slots of one block
 _KEY_SCORES = {"norm": 0, "difference": 1}  # KeyScore of csrc/ops/score_keys.h
+
+
+def blocks_for(slots: int) -> int:
+    """Blocks that hold ``slots`` slots of one lane."""
+    return -(-slots // BLOCK_SLOTS)
 
 
 @dataclass(frozen=True)
