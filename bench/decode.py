@@ -7,8 +7,8 @@ oneDNN, and against OpenVINO GenAI.
 Without a model: random weights in the shape of Qwen2.5-0.5B, which decode at the same speed.
 Greedy decoding of the same prompts by all, in turn, with the same threads. Correctness comes first:
 the tokens of the engine and of OpenVINO are teacher-forced through the stock model; a token counts
-as right when its logit is within rounding of the largest. A run's rate is the tokens after the first
-of each sequence over the time they took: loading and prefill are not in it.
+as right when its logit is within rounding of the largest. A run's rate is the tokens after the
+first of each sequence over the time they took: loading and prefill are not in it.
 
 OpenVINO is no dependency. Its interpreter and its model, of the same checkpoint, are made by
 

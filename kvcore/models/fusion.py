@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from kvcore.models.attention import AttentionContext, attend_cached
-from kvcore.models.prepack import PackedLinear, is_worth_packing
+from kvcore.models.prepack import PackedLinear, is_plain, is_worth_packing
 
 _FAMILIES = ("Llama", "Qwen2", "Qwen3")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Replacements differ from stock modules by rounding only; relative to the largest output.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
@@ -119,7 +118,7 @@ def _kind(module: nn.Module) -> str | None:
     suffix = known.get(type(module).__name__)
     if suffix is None or not type(module).__module__.startswith("transformers.models."):
         return None
-    if not _is_plain(module):
+    if not is_plain(module):
         return None
     if suffix == "MLP":
         silu = type(getattr(module, "act_fn", None)) in (SiLUActivation, nn.SiLU)
@@ -131,7 +130,7 @@ def _kind(module: nn.Module) -> str | None:
 def _fits(module: Any, *names: str) -> bool:
     """Whether these are plain linears of one input and type that are worth packing together."""
     linears: list[Any] = [getattr(module, name, None) for name in names]
-    if not all(type(linear) is nn.Linear and _is_plain(linear) for linear in linears):
+    if not all(type(linear) is nn.Linear for linear in linears):
         return False
     kinds = {(x.in_features, x.weight.dtype, x.weight.device.type) for x in linears}
     biases = {x.bias.dtype for x in linears if x.bias is not None}
@@ -145,12 +144,6 @@ def _fits(module: Any, *names: str) -> bool:
 
 def _same_outputs(module: Any, *names: str) -> bool:
     return len({getattr(getattr(module, name, None), "out_features", None) for name in names}) == 1
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """No hook, no forward of its own, no parametrisation: calling it is calling its class."""
-    hooked = any(getattr(module, hooks, None) for hooks in _HOOKS)
-    return not hooked and "forward" not in vars(module) and not hasattr(module, "parametrizations")
 
 
 class _Recorder:

@@ -133,10 +133,19 @@ def can_prepack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_plain(module: nn.Module) -> bool:
+    """No hook, no forward of its own, no parametrisation: calling it is calling its class."""
+    hooked = any(getattr(module, hooks, None) for hooks in _HOOKS)
+    return not hooked and "forward" not in vars(module) and not hasattr(module, "parametrizations")
+
+
 def is_worth_packing(*linears: nn.Linear) -> bool:
-    """Whether their packed form, one for all, exists here and is faster."""
+    """Whether their packed form, one for all, exists here, is faster, and computes the same."""
     dtype = linears[0].weight.dtype
-    if not can_prepack(dtype):
+    if not can_prepack(dtype) or not all(is_plain(linear) for linear in linears):
         return False
     return (
         dtype != torch.float32
