@@ -195,6 +195,14 @@ def select_slots(
     stream: int = 0,
 ) -> None: ...
 def copy_blocks(store: KvStore, src: Tensor, dst: Tensor, stream: int = 0) -> None: ...
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    gated: bool = False,
+    stream: int = 0,
+) -> None: ...
 def sample_tokens(
     logits: Tensor,
     temperature: Tensor,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvcore.models.checkpoint import (
     read_config,
     stored_tensors,
 )
+from kvcore.models.fusion import fuse_layers
 from kvcore.models.prepack import prepack_linears
 from kvcore.models.support import UnsupportedModel, cache_shape, check_supported
 from kvcore.models.token_bytes import token_byte_list
@@ -41,6 +42,8 @@ class LoadedModel:
         token_bytes: bytes of each id; None without a tokenizer.
         context_len: tokens that the model was made for.
         has_head: True for a token-head model (PRM), which scores and does not generate.
+        prepacked: some of its linear layers have packed weights.
+        fused: how many attentions and MLPs compute their products together (``fusion``).
     """
 
     name: str
@@ -54,6 +57,7 @@ class LoadedModel:
     context_len: int
     has_head: bool = False
     prepacked: bool = False
+    fused: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -72,9 +76,12 @@ def bind_model(
     *,
     name: str = "model",
     prepack: bool = True,
+    fuse: bool = True,
     has_head: bool = False,
 ) -> LoadedModel:
     """Bind a transformers decoder that is already in memory. Modifies ``model``.
+
+    Without ``prepack`` nothing is fused either, since fused products have packed weights.
 
     Raises:
         UnsupportedModel: it would decode wrongly here.
@@ -87,7 +94,8 @@ def bind_model(
     register_attention()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
     model.eval().requires_grad_(False)
-    prepacked = prepack and prepack_linears(model) > 0
+    fused = fuse_layers(model) if prepack and fuse else {}
+    prepacked = prepack and prepack_linears(model) + sum(fused.values()) > 0
     rows = config.vocab_size
     pieces = [b""] * rows if tokenizer is None else token_byte_list(tokenizer)[:rows]
     generation = getattr(model, "generation_config", None)
@@ -106,6 +114,7 @@ def bind_model(
         context_len=config.max_position_embeddings,
         has_head=has_head,
         prepacked=prepacked,
+        fused=fused,
     )
 
 
@@ -143,6 +152,7 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     device: str = "cpu",
     prepack: bool = True,
+    fuse: bool = True,
     argument: str = "base",
 ) -> LoadedModel:
     """Load a Qwen2, Qwen3 or Llama checkpoint directory.
@@ -150,8 +160,10 @@ def load_model(
     Args:
         dtype: "float32", "bfloat16" or "float16"; None or "auto" takes the checkpoint's.
         device: only "cpu" in this version.
-        prepack: keep linear weights in oneDNN's packed layout, where that is faster (large
-            weights in float32; all in bfloat16 if the CPU has instructions for it).
+        prepack: keep linear weights in a packed layout, where that is faster (large weights in
+            float32; all in bfloat16 if the CPU has instructions for it).
+        fuse: compute q, k and v, and gate and up, in one packed product each, where that is
+            possible. Results differ by rounding.
         argument: name used in error messages.
     Raises:
         ValueError: no such directory, damaged files, or an unknown dtype or device.
@@ -187,7 +199,7 @@ def load_model(
         _check_tie(model)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{argument}: {str(path)!r} is refused: {error}") from None
-    return bind_model(model, tokenizer, name=folder.name, prepack=prepack)
+    return bind_model(model, tokenizer, name=folder.name, prepack=prepack, fuse=fuse)
 
 
 def _check_tie(model: Any) -> None:
@@ -210,6 +222,7 @@ def load_prm(
     *,
     dtype: str | torch.dtype | None = None,
     prepack: bool = True,
+    fuse: bool = True,
     argument: str = "scorer",
 ) -> LoadedModel:
     """Load a process reward model of the Qwen2.5-Math-PRM family natively (no remote code).
@@ -225,4 +238,4 @@ def load_prm(
         raise UnsupportedModel(f"{argument}: {str(path)!r} is refused: {error}") from None
     except Exception as error:
         raise ValueError(f"{argument}: cannot load weights from {str(path)!r}: {error}") from error
-    return bind_model(model, tokenizer, name=folder.name, prepack=prepack, has_head=True)
+    return bind_model(model, tokenizer, name=folder.name, prepack=prepack, fuse=fuse, has_head=True)
