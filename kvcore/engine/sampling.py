@@ -32,6 +32,7 @@ def sample(
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
         top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
         rng_key=torch.tensor([_signed(s.rng_key) for s in specs], dtype=torch.int64),
         rng_counter=torch.tensor(list(counters), dtype=torch.int64),
         vocab=vocab,
