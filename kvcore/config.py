@@ -68,7 +68,7 @@ def require_int(value: Any, field_name: str, low: int, high: int | None = None) 
 
 
 class _Carried(int):
-    """A number of tokens that nobody has given here: a default, or what ``replace`` carries over."""
+    """A number of tokens that nobody has given here: a default, or carried over by ``replace``."""
 
 
 _MAX_TOKENS = _Carried(512)

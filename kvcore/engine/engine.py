@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -11,12 +12,15 @@ from kvcore.cache import KVCache
 from kvcore.config import DetectorConfig, EngineConfig, EvictionConfig
 from kvcore.engine.events import EngineStats, FeedOutput, GenerateSpec, StepEvent
 from kvcore.engine.executor import Executor
+from kvcore.engine.front import FrontDoor
 from kvcore.engine.generation import Generator
 from kvcore.engine.scheduler import Scheduler
 from kvcore.engine.sequence import Feed, Sequence
 from kvcore.engine.sizing import make_cache
 from kvcore.models.loader import LoadedModel
 from kvcore.policies import make_policy
+
+_log = logging.getLogger(__name__)
 
 # What a sequence takes over from a child that it adopts.
 _ADOPTED = (
@@ -31,7 +35,7 @@ _ADOPTED = (
 )
 
 
-class Engine:
+class Engine(FrontDoor):
     """Decodes many sequences of one model over one bounded cache.
 
     A sequence is named by the int that ``add`` or ``fork`` returned; ids are never reused. Results
@@ -80,6 +84,8 @@ class Engine:
         self._next_id = 0
         self._events: list[StepEvent] = []  # not yet delivered
         self._settled = True  # no call was cut short
+        blocks = self._cache.blocks
+        _log.info("engine for %s: %d KV blocks, %s", model.name, blocks, self.eviction)
 
     # ---- the six verbs -------------------------------------------------------------------------
 
@@ -214,6 +220,8 @@ class Engine:
         with self._changing():
             plan = self._scheduler.plan(self._sequences.values())
             self.stats.preemptions += plan.preempted
+            if plan.preempted:
+                _log.info("out of KV blocks: %d sequences preempted", plan.preempted)
             for seq, message in plan.failed:
                 self._executor.fail(seq, message)
             if plan.seqs:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvcore.config import SamplingParams, require, require_bool, require_int
+from kvcore.config import INT32_MAX, SamplingParams, require, require_bool, require_int
 
 
 class Finish(enum.Enum):
@@ -15,7 +15,7 @@ class Finish(enum.Enum):
 
     STEP = "step"  # its text reached "\n\n" (the whole last token is kept)
     EOS = "eos"
-    LENGTH = "length"  # max_new_tokens, or the context is full
+    LENGTH = "length"  # max_tokens, or the context is full
     ENTROPY = "entropy"  # the detector's entropy test fired
     GZIP = "gzip"
     REPETITION = "repetition"
@@ -40,10 +40,11 @@ class GenerateSpec:
     """One generation: how to draw, when to stop, and the key of its random numbers.
 
     Attributes:
-        sampling: temperature and filters; ``max_new_tokens`` bounds this generation.
+        sampling: temperature and filters; its ``max_tokens`` bounds this generation.
         rng_key: u64; token i of this generation draws with counter i under this key.
         stop_at_step: stop after the token whose bytes complete "\\n\\n".
         detect: run the engine's detector on this generation.
+        top_logprobs: tell the log-probabilities of this many most likely tokens with every token.
     Raises:
         ValueError: a field of another type, or a key that is no u64.
     """
@@ -52,6 +53,7 @@ class GenerateSpec:
     rng_key: int = 0
     stop_at_step: bool = False
     detect: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         ok = isinstance(self.sampling, SamplingParams)
@@ -59,6 +61,7 @@ class GenerateSpec:
         require_int(self.rng_key, "rng_key", 0, 2**64 - 1)
         require_bool(self.stop_at_step, "stop_at_step")
         require_bool(self.detect, "detect")
+        require_int(self.top_logprobs, "top_logprobs", 0, INT32_MAX)
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class StepEvent:
     Exactly one of these holds:
         * ``token`` or ``generation`` is set: a token was generated, and it was the last if
           ``generation`` is set as well (alone, without a token, when there was no finite
-          distribution to draw from);
+          distribution to draw from); ``logprob`` is the token's raw log-probability in nats,
+          ``top_logprobs`` the ids and log-probabilities of the most likely ones, falling;
         * ``extended`` is True: the tokens of ``add`` or ``extend`` are in; ``values`` as requested.
         * ``error`` is set: this sequence failed (for instance NaN keys); others go on. It stays
           allocated until released.
@@ -105,6 +109,8 @@ class StepEvent:
     extended: bool = False
     values: torch.Tensor | None = None
     error: str | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """transformers decoders, unmodified, on kvcore's cache."""
 
-from typing import TYPE_CHECKING
-
-from kvcore._lazy import lazy_names
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvcore.models.loader import LoadedModel, bind_model, load_checkpoint, load_model, load_prm
@@ -17,6 +16,9 @@ __all__ = [
     "load_prm",
 ]
 
-# torch is imported with the first of them: where a model lies is found without it.
-_LOADER = "kvcore.models.loader"
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, _LOADER))
+
+def __getattr__(name: str) -> Any:
+    """torch comes with the first of these names: where a model lies is found without it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("kvcore.models.loader"), name)

@@ -48,8 +48,6 @@ class LoadedModel:
         context_len: tokens that the model was made for.
         has_head: True for a token-head model (PRM), which scores and does not generate.
         prepacked: linear weights are in oneDNN's packed layout.
-        sampling: how its ``generation_config.json`` says that it wants to be sampled; None without
-            one.
     """
 
     name: str
@@ -63,7 +61,15 @@ class LoadedModel:
     context_len: int
     has_head: bool = False
     prepacked: bool = False
-    sampling: SamplingParams | None = None
+
+    @property
+    def sampling(self) -> SamplingParams | None:
+        """How its ``generation_config.json`` wants it to be sampled; None without one.
+
+        Raises:
+            ValueError: a value in it that no sampler takes.
+        """
+        return own_sampling(getattr(self.model, "generation_config", None))
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -117,7 +123,6 @@ def bind_model(
         context_len=config.max_position_embeddings,
         has_head=has_head,
         prepacked=prepacked,
-        sampling=own_sampling(generation),
     )
 
 

@@ -57,7 +57,7 @@ def resolve(source: str | Path, argument: str = "model") -> Path:
 
 
 def name_of(folder: Path) -> str:
-    """What to call the model of a checkpoint directory: its name, on the hub if it is from there."""
+    """What to call the model of a checkpoint directory: its name, or its name on the hub."""
     folder = folder.resolve() if folder.name in ("", ".", "..") else folder
     if folder.parent.name == "snapshots":
         match = _SNAPSHOT.match(folder.parent.parent.name)
@@ -105,8 +105,8 @@ def _download(name: str, argument: str) -> Path:
 def _how(name: str) -> str:
     patterns = " ".join(f'--include "{pattern}"' for pattern in PATTERNS)
     return (
-        f"where there is a network run `hf download {name} {patterns} --local-dir DIR`, copy DIR to "
-        "this machine and give it instead of the id"
+        f"where there is a network run `hf download {name} {patterns} --local-dir DIR`, copy DIR "
+        "to this machine and give it instead of the id"
     )
 
 
