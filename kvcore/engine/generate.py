@@ -127,7 +127,8 @@ class Batch:
                 self._runs.append(_Run(ids, place, index, spec, TextStream(request.stops)))
         self._waiting = deque(self._runs)
         self._of_seq: dict[int, _Run] = {}
-        self._parent: int | None = None  # whose forks have not all begun
+        self._parent: int | None = None  # whose forks, the runs below, have not all begun
+        self._forks: list[_Run] = []
         self._adding: int | None = None  # the first id of sequences that are being made
         self._pending: deque[StepEvent] = deque()
 
@@ -165,9 +166,9 @@ class Batch:
                 run.output = self._output(run, "abort")
         return [run.output for run in self._runs if run.output is not None]
 
-    def close(self) -> None:
-        """Release all sequences. Goes on when it is interrupted, and raises that at its end."""
-        interrupted: BaseException | None = None
+    def close(self) -> KeyboardInterrupt | None:
+        """Release all sequences. Goes on when it is interrupted once, and returns that."""
+        interrupted: KeyboardInterrupt | None = None
         left = [*self._of_seq, *([] if self._parent is None else [self._parent])]
         if self._adding is not None:
             left = [*range(self._engine._next_id - 1, self._adding - 1, -1), *left]
@@ -177,15 +178,14 @@ class Batch:
                     self._engine.release(seq)
                 except ValueError:  # it is gone
                     pass
-                except BaseException as error:
+                except KeyboardInterrupt as error:
                     interrupted = error
                     continue
                 break
         self._of_seq.clear()
         self._waiting.clear()
         self._parent = self._adding = None
-        if interrupted is not None:
-            raise interrupted
+        return interrupted
 
     # ---- helpers -------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Batch:
             if n == 1:
                 seqs = [engine.add(runs[0].prompt, runs[0].spec)]
             else:
-                self._parent = engine.add(runs[0].prompt)
+                self._parent, self._forks = engine.add(runs[0].prompt), runs
                 seqs = engine.fork(self._parent, [run.spec for run in runs])
             for run, seq in zip(runs, seqs, strict=True):
                 run.seq = seq
@@ -227,7 +227,7 @@ class Batch:
                     self._engine.release(event.seq)
                     del self._of_seq[event.seq]
             self._pending.popleft()
-        if self._parent is not None and all(run.events for run in self._runs if run.seq):
+        if self._parent is not None and all(run.events for run in self._forks):
             self._engine.release(self._parent)
             self._parent = None
         return pieces
@@ -236,7 +236,9 @@ class Batch:
         events = [event for event in run.events if event.token is not None]
         stream = TextStream(self._request.stops)
         text = "".join(_piece(self._engine, stream, event) for event in run.events)
-        if reason == "abort":
+        if stream.stopped is not None:
+            reason = "stop"
+        elif reason == "abort":
             text += stream.end()
         logprobs = None
         if self._request.logprobs is not None:
@@ -339,7 +341,9 @@ def stream(engine: Engine, request: Request, prompt: list[int]) -> Generator[str
                     yield piece
         [output] = batch.outputs()
     finally:
-        batch.close()
+        interrupted = batch.close()
+    if interrupted is not None:
+        raise interrupted
     if output.finish_reason in ("error", "nan"):
         raise RuntimeError(output.error or "the model gave no finite distribution")
     return output
