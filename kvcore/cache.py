@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from kvcore import ops
-from kvcore.config import require
+from kvcore.checks import require
 from kvcore.native import _C
 
 
@@ -215,6 +215,29 @@ class KVCache:
         """
         assert self.stats_plane is not None
         return self._gather(self.stats_plane.movedim(1, 0), seqs, -torch.inf).movedim(0, -2)
+
+    def score_rkv(self, seqs: Sequence[int], **settings: Any) -> Tensor:
+        """``ops.score_rkv`` of all lanes of these sequences."""
+        return ops.score_rkv(self.store, *self._lanes(seqs), scale=self.scale, **settings)
+
+    def score_tova(self, seqs: Sequence[int], *, protect: int) -> Tensor:
+        """``ops.score_tova`` of all lanes of these sequences."""
+        return ops.score_tova(self.store, *self._lanes(seqs), scale=self.scale, protect=protect)
+
+    def score_keys(
+        self, seqs: Sequence[int], *, kind: Literal["norm", "difference"], protect: int
+    ) -> Tensor:
+        """``ops.score_keys`` of all lanes of these sequences."""
+        return ops.score_keys(self.store, *self._lanes(seqs), kind=kind, protect=protect)
+
+    def score_random(self, seqs: Sequence[int], *, seed: int, protect: int) -> Tensor:
+        """``ops.score_random`` of all lanes of these sequences."""
+        return ops.score_random(self.store, *self._lanes(seqs), seed=seed, protect=protect)
+
+    def _lanes(self, seqs: Sequence[int]) -> tuple[Tensor, tuple[int, int], int]:
+        """Rows, (layers, kv_heads) and slots, as the scoring operations take them."""
+        lanes = (self.shape.layers, self.shape.kv_heads)
+        return self.rows(seqs), lanes, self.longest_lane(seqs)
 
     def _gather(self, plane: Tensor, seqs: Sequence[int], missing: float) -> Tensor:
         """[..., seqs, layers, kv_heads, slots] of ``plane`` [..., blocks, 16]; ``missing`` past the

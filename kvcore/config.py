@@ -5,66 +5,35 @@ Every class raises ``ValueError`` naming the field, what was expected and what c
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Largest values of the types that settings become in the core.
-INT32_MAX = 2**31 - 1
-INT64_MAX = 2**63 - 1
+from kvcore.checks import (
+    INT32_MAX,
+    INT64_MAX,
+    is_float32,
+    is_number,
+    require,
+    require_bool,
+    require_int,
+)
+from kvcore.policies.settings import EvictionConfig, pyramid_budgets
+
+__all__ = [
+    "DetectorConfig",
+    "EngineConfig",
+    "EvictionConfig",
+    "SamplingParams",
+    "SearchConfig",
+    "check_template_args",
+    "pyramid_budgets",
+    "require",
+    "require_bool",
+    "require_int",
+]
+
 _MAX_DETECTOR_TOKENS = 2**20  # what the detector keeps of every candidate
-
-
-def require(condition: bool, field_name: str, expected: str, got: Any) -> None:
-    """Raise ``ValueError`` in the one form all settings use, unless ``condition`` holds."""
-    if not condition:
-        raise ValueError(f"{field_name}: expected {expected}, got {got!r}")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int beyond the floats
-        return False
-
-
-def require_bool(value: Any, field_name: str) -> None:
-    """Raise ``ValueError`` unless ``value`` is a bool."""
-    require(isinstance(value, bool), field_name, "a bool", value)
-
-
-def as_float32(value: float) -> float:
-    """``value`` as the core holds it; infinite beyond its range."""
-    try:
-        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    return rounded
-
-
-def _is_float32(value: Any) -> bool:
-    """A number that float32 holds, not rounded to infinity, nor to 0 unless it is 0."""
-    if not _is_number(value):
-        return False
-    rounded = as_float32(value)
-    return math.isfinite(rounded) and (rounded != 0) == (value != 0)
-
-
-def require_int(value: Any, field_name: str, low: int, high: int | None = None) -> None:
-    """Raise ``ValueError`` unless ``value`` is an int in [low, high]."""
-    too_high = _is_int(value) and high is not None and value > high
-    # The limit of a type is worth telling to those who ran into it only.
-    bounded = high is not None and (too_high or high not in (INT32_MAX, INT64_MAX))
-    bound = f"an integer in [{low}, {high}]" if bounded else f"an integer >= {low}"
-    require(_is_int(value) and value >= low and not too_high, field_name, bound, value)
 
 
 class _Carried(int):
@@ -113,14 +82,14 @@ class SamplingParams:
         *,
         max_tokens: int = _MAX_TOKENS,
     ) -> None:
-        ok = _is_float32(temperature) and temperature >= 0
+        ok = is_float32(temperature) and temperature >= 0
         require(ok, "temperature", "0 or a number in [1.4e-45, 3.4e38]", temperature)
-        ok = _is_float32(top_p) and 0 < top_p <= 1
+        ok = is_float32(top_p) and 0 < top_p <= 1
         require(ok, "top_p", "a number in (0, 1], at least 1.4e-45", top_p)
         require_int(top_k, "top_k", 0, INT32_MAX)
-        ok = _is_float32(min_p) and 0 <= min_p <= 1
+        ok = is_float32(min_p) and 0 <= min_p <= 1
         require(ok, "min_p", "0 or a number in [1.4e-45, 1]", min_p)
-        ok = _is_float32(repetition_penalty) and repetition_penalty > 0
+        ok = is_float32(repetition_penalty) and repetition_penalty > 0
         require(ok, "repetition_penalty", "a number in [1.4e-45, 3.4e38]", repetition_penalty)
         given = [
             (name, value)
@@ -146,159 +115,6 @@ class SamplingParams:
     def max_tokens(self) -> int:
         """``max_new_tokens``."""
         return self.max_new_tokens
-
-
-@dataclass(frozen=True)
-class EvictionConfig:
-    """What a policy keeps in each lane.
-
-    ``budget`` scored entries are kept, besides the ``protect`` newest, which are never scored. In
-    the "sawtooth" cadence eviction fires when a lane reaches ``budget + headroom`` slots, after the
-    forward that filled it. In the "steady" cadence a lane grows to ``budget + protect`` slots; from
-    then on every new token takes the place of the entry with the lowest score.
-
-    Attributes:
-        policy: a name of ``kvcore.policies.available()``; "full" never evicts.
-        budget: B, scored entries kept per lane; required unless policy is "full".
-        protect: newest entries never scored.
-        headroom: slots above ``budget`` at which eviction fires; sawtooth only.
-        cadence: "sawtooth" or "steady".
-        layer_budgets: B of every layer, in place of ``budget``, which then is their mean (see
-            ``pyramid_budgets``).
-        head_budgets: "uniform": every kv head of a layer keeps B; "adaptive": they share their B by
-            score at every eviction (AdaKV, arXiv 2407.11550); sawtooth only.
-        window: observation queries (R-KV's alpha) of "rkv" and "snapkv"; at most ``protect``.
-        protect_prompt: keep the prompt besides ``budget``.
-        mix: R-KV's lambda, weight of importance against redundancy.
-        kernel: width of the max-pool of "rkv" and "snapkv", odd.
-        pool_first: "rkv" and "snapkv" pool the attention of each query before the mean over
-            queries, as in R-KV's eq. 4, instead of after it, as in its released code.
-        threshold: cosine similarity above which keys count as similar.
-        seed: of the "random" policy.
-        scope: "lane": each lane keeps its own best; "global": all lanes of a sequence keep the
-            same positions, by the mean of their scores.
-    Source: R-KV defaults; KV-Rescue, experiment setup (lambda 0.1, headroom 128).
-    """
-
-    policy: str = "full"
-    budget: int | None = None
-    protect: int = 8
-    headroom: int = 128
-    window: int = 8
-    protect_prompt: bool = False
-    mix: float = 0.1
-    kernel: int = 7
-    threshold: float = 0.5
-    seed: int = 0
-    pool_first: bool = False
-    scope: str = "lane"
-    cadence: str = "sawtooth"
-    layer_budgets: tuple[int, ...] | None = None
-    head_budgets: str = "uniform"
-
-    def __post_init__(self) -> None:
-        require(isinstance(self.policy, str) and self.policy != "", "policy", "a name", self.policy)
-        if self.policy == "full":
-            require(self.budget is None, "budget", "None with policy 'full'", self.budget)
-            return
-        require(self.budget is not None, "budget", f"an integer with policy {self.policy!r}", None)
-        require_int(self.budget, "budget", 1, INT32_MAX)
-        require_int(self.protect, "protect", 1, INT32_MAX)
-        require_int(self.headroom, "headroom", 1, INT32_MAX)
-        cadences = ("sawtooth", "steady")
-        require(self.cadence in cadences, "cadence", "'sawtooth' or 'steady'", self.cadence)
-        ok = self.is_steady or self.headroom > self.protect
-        require(ok, "headroom", f"more than protect ({self.protect})", self.headroom)
-        require_int(self.window, "window", 1, INT32_MAX)
-        require(_is_number(self.mix) and 0 <= self.mix <= 1, "mix", "a number in [0, 1]", self.mix)
-        require_int(self.kernel, "kernel", 1, INT32_MAX)
-        require(self.kernel % 2 == 1, "kernel", "an odd integer", self.kernel)
-        ok = _is_number(self.threshold) and -1 <= self.threshold <= 1
-        require(ok, "threshold", "a number in [-1, 1]", self.threshold)
-        require_int(self.seed, "seed", 0, INT64_MAX)
-        require_bool(self.pool_first, "pool_first")
-        require_bool(self.protect_prompt, "protect_prompt")
-        require(self.scope in ("lane", "global"), "scope", "'lane' or 'global'", self.scope)
-        self._check_shares()
-
-    @property
-    def evicts(self) -> bool:
-        return self.policy != "full"
-
-    def _check_shares(self) -> None:
-        if self.layer_budgets is not None:
-            require(
-                isinstance(self.layer_budgets, tuple),
-                "layer_budgets",
-                "a tuple",
-                self.layer_budgets,
-            )
-            for layer, budget in enumerate(self.layer_budgets):
-                require_int(budget, f"layer_budgets[{layer}]", 1, INT32_MAX)
-            mean = sum(self.layer_budgets) / max(1, len(self.layer_budgets))
-            ok = self.budget is not None and abs(mean - self.budget) < 1
-            require(ok, "layer_budgets", f"a mean of budget ({self.budget})", self.layer_budgets)
-            require(self.scope == "lane", "scope", "'lane' with layer_budgets", self.scope)
-        shares = ("uniform", "adaptive")
-        require(
-            self.head_budgets in shares,
-            "head_budgets",
-            "'uniform' or 'adaptive'",
-            self.head_budgets,
-        )
-        if self.head_budgets == "adaptive":
-            require(
-                not self.is_steady, "cadence", "'sawtooth' with adaptive head budgets", self.cadence
-            )
-            require(self.scope == "lane", "scope", "'lane' with adaptive head budgets", self.scope)
-
-    @property
-    def is_steady(self) -> bool:
-        return self.cadence == "steady"
-
-    def budgets(self, layers: int) -> tuple[int, ...]:
-        """B of each layer; REQUIRES a policy that evicts.
-
-        Raises:
-            ValueError: ``layer_budgets`` is for another number of layers.
-        """
-        assert self.budget is not None
-        if self.layer_budgets is None:
-            return (self.budget,) * layers
-        ok = len(self.layer_budgets) == layers
-        require(ok, "layer_budgets", f"one for each of {layers} layers", self.layer_budgets)
-        return self.layer_budgets
-
-    @property
-    def trigger(self) -> int:
-        """Mean length of a sequence's lanes, in slots, at which eviction fires; REQUIRES a policy
-        that evicts. With the steady cadence this is the longest that lanes stay.
-        """
-        assert self.budget is not None
-        return self.budget + (self.protect if self.is_steady else self.headroom)
-
-
-def pyramid_budgets(budget: int, layers: int, steepness: float = 20.0) -> tuple[int, ...]:
-    """Budgets that fall evenly from the first layer to the last, with mean ``budget``.
-
-    Args:
-        steepness: the last layer gets ``budget / steepness``; the first gets as much more than
-            ``budget`` as the last gets less.
-    Source: PyramidKV (arXiv 2406.02069), whose beta this is.
-    Raises:
-        ValueError: a value that cannot be.
-    """
-    require_int(budget, "budget", 1)
-    require_int(layers, "layers", 1)
-    require(_is_number(steepness) and steepness >= 1, "steepness", "a number >= 1", steepness)
-    last = budget / steepness
-    first = 2 * budget - last
-    step = (first - last) / max(1, layers - 1)
-    exact = [first - step * layer for layer in range(layers)] if layers > 1 else [float(budget)]
-    budgets = [max(1, math.floor(x)) for x in exact]
-    for layer in range(max(0, budget * layers - sum(budgets))):  # what rounding took
-        budgets[layer % layers] += 1
-    return tuple(budgets)
 
 
 @dataclass(frozen=True)
@@ -332,12 +148,12 @@ class DetectorConfig:
     def __post_init__(self) -> None:
         for name in ("entropy", "gzip", "gzip_exact", "repetition"):
             require_bool(getattr(self, name), name)
-        ok = _is_float32(self.entropy_threshold) and self.entropy_threshold > 0
+        ok = is_float32(self.entropy_threshold) and self.entropy_threshold > 0
         expected = "a number > 0 that float32 holds"
         require(ok, "entropy_threshold", expected, self.entropy_threshold)
         require_int(self.entropy_window, "entropy_window", 1, _MAX_DETECTOR_TOKENS)
         require_int(self.entropy_guard, "entropy_guard", 1, _MAX_DETECTOR_TOKENS)
-        ok = _is_number(self.gzip_threshold) and 0 < self.gzip_threshold < 1
+        ok = is_number(self.gzip_threshold) and 0 < self.gzip_threshold < 1
         require(ok, "gzip_threshold", "a number in (0, 1)", self.gzip_threshold)
         require_int(self.gzip_window, "gzip_window", 32, 32768)
         require_int(

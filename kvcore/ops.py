@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvcore.config import require
+from kvcore.checks import require
 from kvcore.native import _C
 
 BLOCK_SLOTS = 16

@@ -93,14 +93,15 @@ def test_p02_position_ids_count_logical_tokens_after_evictions(model, eviction):
 def test_p03_bad_eviction_settings_name_their_field_when_made(field, value):
     good = {"budget": 64, "headroom": 16, "window": 8, "kernel": 7, "mix": 0.1}
     with pytest.raises(ValueError, match=rf"^{field}: expected .*got"):
-        EvictionConfig("rkv", **{**good, field: value})
-    if field != "budget":
-        EvictionConfig("full", **{field: value})  # switched off, it is not looked at
+        EvictionConfig.released(**{**good, field: value})
+    with pytest.raises(ValueError, match=rf"^{field}: expected .*got") as error:
+        EvictionConfig("full", **{"budget": 8, field: value or 8})  # nothing would look at it
+    assert "'full'" in str(error.value)
 
 
 @pytest.mark.parametrize("budget", [1, 4, 8])
 def test_p03_a_budget_of_at_most_the_window_works(model, budget):
-    eviction = EvictionConfig("rkv", budget=budget, headroom=16, window=8)
+    eviction = EvictionConfig.released(budget, headroom=16, window=8)
     engine = Engine(model, small_config(), eviction=eviction)
     seq = engine.add(make_prompts([30])[0])
     run(engine)
@@ -289,7 +290,7 @@ TINY = {
 
 @pytest.mark.parametrize(
     "eviction",
-    [EvictionConfig(), EvictionConfig("rkv", budget=8, headroom=10)],
+    [EvictionConfig(), EvictionConfig.released(8, headroom=10)],
     ids=["full", "rkv"],
 )
 def test_p20_forks_aborted_at_random_in_a_scarce_pool_give_all_blocks_back(eviction):

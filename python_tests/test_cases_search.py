@@ -167,7 +167,7 @@ def run_script(
             return [scores[request.text.split()[0] if request.text else ""] for request in requests]
 
     monkeypatch.setattr("kvcore.engine.generation.sample", scripted)
-    eviction = EvictionConfig("rkv", budget=16, headroom=16)
+    eviction = EvictionConfig.released(16, headroom=16)
     base = Engine(make_model(seed=1), CONFIG, eviction=eviction, detector=detector)
     helper = Engine(make_model(seed=2), CONFIG) if config.n_helper != 0 else None
     [solution] = solve(base, ["q"], scorer=Scorer(), helper=helper, config=config)
@@ -258,7 +258,7 @@ def test_p20_two_thousand_searches_in_a_scarce_pool_give_all_blocks_back():
     base = Engine(
         make_model(seed=1, **tiny),
         EngineConfig(max_seqs=288, context_len=64, kv_blocks=300),
-        eviction=EvictionConfig("rkv", budget=16, headroom=18),
+        eviction=EvictionConfig.released(16, headroom=18),
         detector=detector,
     )
     chance = random.Random(20)

@@ -71,7 +71,8 @@ EDGES = [
     (EvictionConfig, {"mix": 0, "threshold": -1, "pool_first": True, "scope": "global"}),
     (EvictionConfig, {"cadence": "steady", "protect": 128}),
     (EvictionConfig, {"layer_budgets": (64, 64), "head_budgets": "adaptive"}),
-    (EvictionConfig, {"mix": 1, "threshold": 1, "seed": 2**63 - 1}),
+    (EvictionConfig, {"mix": 1, "threshold": 1}),
+    (EvictionConfig, {"seed": 2**63 - 1}),
     (DetectorConfig, {"gzip_window": 32}),
     (DetectorConfig, {"gzip_window": 32768, "repetition_min_count": 2}),
     (EngineConfig, {"context_len": None, "kv_blocks": None}),
@@ -82,9 +83,11 @@ EDGES = [
 
 
 def make(kind: type, **changes: object) -> object:
-    """Eviction settings get a policy that evicts, unless the test says otherwise."""
+    """Eviction settings get a policy that evicts and reads them, unless the test says otherwise."""
     if kind is EvictionConfig:
-        changes = {"policy": "rkv", "budget": 64, **changes}
+        policy = "random" if "seed" in changes else "rkv"
+        how = {"cadence": "sawtooth"} if {"headroom", "head_budgets"} & changes.keys() else {}
+        changes = {"policy": policy, "budget": 64, **how, **changes}
     return kind(**changes)
 
 
@@ -120,7 +123,7 @@ def test_headroom_is_measured_against_protect():
 
 def test_a_budget_that_would_be_ignored_is_refused():
     with pytest.raises(ValueError, match=r"^budget: expected None with policy 'full', got 64"):
-        EvictionConfig(budget=64)
+        EvictionConfig("full", budget=64)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -148,8 +151,12 @@ def test_defaults_are_the_papers():
     assert (detector.entropy_threshold, detector.gzip_threshold) == (7.0, 0.18)
     assert (detector.entropy_window, detector.entropy_guard, detector.gzip_window) == (12, 24, 800)
     rkv = EvictionConfig("rkv", budget=512)
-    assert (rkv.mix, rkv.headroom, rkv.protect, rkv.window) == (0.1, 128, 8, 8)
-    assert (rkv.kernel, rkv.threshold) == (7, 0.5)
+    assert (rkv.cadence, rkv.protect, rkv.headroom) == ("steady", 128, None)
+    assert (rkv.mix, rkv.window, rkv.kernel, rkv.threshold) == (0.1, 8, 7, 0.5)
+    released = EvictionConfig.released(512)
+    assert (released.policy, released.cadence) == ("rkv", "sawtooth")
+    assert (released.protect, released.headroom) == (8, 128)
+    assert released.settings == rkv.settings
 
 
 def test_detector_is_active_while_a_test_is_on():

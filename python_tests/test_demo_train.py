@@ -204,7 +204,7 @@ def test_the_checker_prefers_right_steps_except_for_a_share_of_steps():
 def test_labelled_solutions_come_from_real_models():
     torch.manual_seed(0)
     model = bind_model(Qwen2ForCausalLM(make_config(TINY)), make_tokenizer(), name="tiny")
-    eviction = EvictionConfig("rkv", budget=16, protect=8, headroom=16)
+    eviction = EvictionConfig.released(16, headroom=16)
     labelled = list(sample_labels(model, model, eviction, count=3, seed=0))
     assert len(labelled) == 3
     for solution in labelled:

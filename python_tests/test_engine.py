@@ -22,7 +22,7 @@ from kvcore.policies import available
 LENGTHS = (1, 5, 17, 50, 131)
 POLICIES = {
     "full": EvictionConfig(),
-    **{name: EvictionConfig(name, budget=512) for name in available() if name != "full"},
+    **{name: EvictionConfig.released(512, name) for name in available() if name != "full"},
 }
 
 

@@ -133,7 +133,7 @@ def test_a_sequence_that_can_never_fit_fails_alone(model):
 
 
 def test_protect_prompt_keeps_the_prompt_besides_the_budget(model):
-    eviction = EvictionConfig("random", budget=16, headroom=32, protect_prompt=True)
+    eviction = EvictionConfig.released(16, "random", headroom=32, protect_prompt=True)
     engine = Engine(model, small_config(), eviction=eviction)
     seq = engine.add(make_prompts([40])[0], greedy(150))
     run(engine)
@@ -187,7 +187,7 @@ def test_a_model_whose_attention_gives_no_queries_is_refused_by_name(eviction):
 def test_random_scores_are_a_function_of_seed_layer_head_and_position(model):
     kept = []
     for seed in (1, 1, 2):
-        eviction = EvictionConfig("random", budget=24, headroom=32, seed=seed)
+        eviction = EvictionConfig.released(24, "random", headroom=32, seed=seed)
         engine = Engine(model, small_config(), eviction=eviction)
         engine.add([1, 2, 3])  # another row than the first time
         seq = engine.add(make_prompts([100])[0])

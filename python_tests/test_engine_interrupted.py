@@ -20,7 +20,7 @@ from kvcore.engine import Engine, FeedOutput, GenerateSpec
 from kvcore.native import _C
 
 STEADY = {"cadence": "steady", "budget": 12, "protect": 8}
-SAWTOOTH = {"budget": 12, "protect": 8, "headroom": 20}
+SAWTOOTH = {"cadence": "sawtooth", "budget": 12, "protect": 8, "headroom": 20}
 EVICTIONS = {
     "full": EvictionConfig(),
     "rkv steady": EvictionConfig("rkv", **STEADY),

@@ -16,7 +16,7 @@ from kvcore.engine import Engine, FeedOutput, Finish
 
 SICK = 255  # the token that brings the number
 STEADY = {"cadence": "steady", "budget": 12, "protect": 8}
-SAWTOOTH = {"budget": 12, "protect": 8, "headroom": 20}
+SAWTOOTH = {"cadence": "sawtooth", "budget": 12, "protect": 8, "headroom": 20}
 EVICTIONS = {
     "full": EvictionConfig(),
     "random steady": EvictionConfig("random", **STEADY),

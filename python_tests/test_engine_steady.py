@@ -16,6 +16,7 @@ from support.engine_tools import (
     make_prompts,
     run,
     sampled,
+    seeded,
     small_config,
 )
 from support.tiny_models import make_model
@@ -23,10 +24,11 @@ from support.tiny_models import make_model
 from kvcore.config import EvictionConfig, pyramid_budgets
 from kvcore.engine import Engine
 from kvcore.policies import make_policy
-from kvcore.policies.base import share_by_score
+from kvcore.policies.selection import share_by_score
 
 STEADY = {
-    name: EvictionConfig(name, budget=24, protect=20, cadence="steady", seed=5) for name in EVICTING
+    name: EvictionConfig(name, budget=24, protect=20, cadence="steady", **seeded(name, 5))
+    for name in EVICTING
 }
 BOUND = 24 + 20
 every_policy = pytest.mark.parametrize("eviction", STEADY.values(), ids=STEADY)
@@ -203,11 +205,10 @@ def test_budgets_per_layer_are_kept_and_free_memory(model):
     layers = model.shape.layers
     budgets = pyramid_budgets(48, layers, 4.0)
     assert sum(budgets) == 48 * layers and list(budgets) == sorted(budgets, reverse=True)
-    for cadence, protect in (("sawtooth", 8), ("steady", 20)):
-        shared = {"budget": 48, "protect": protect, "headroom": 40, "cadence": cadence}
-        engine = Engine(
-            model, small_config(), eviction=EvictionConfig("rkv", layer_budgets=budgets, **shared)
-        )
+    for how in ({"cadence": "sawtooth", "headroom": 40, "protect": 8}, {"protect": 20}):
+        eviction = EvictionConfig("rkv", budget=48, layer_budgets=budgets, **how)
+        protect = eviction.protect
+        engine = Engine(model, small_config(), eviction=eviction)
         seq = engine.add(make_prompts([150])[0])
         run(engine)
         lens = engine.cache.lane_len[engine.cache.store.row(engine.store_handle(seq))]
@@ -220,7 +221,7 @@ def test_budgets_per_layer_are_kept_and_free_memory(model):
 
 
 def test_heads_share_a_layers_budget_by_their_scores(model):
-    eviction = EvictionConfig("snapkv", budget=40, headroom=60, head_budgets="adaptive")
+    eviction = EvictionConfig.released(40, "snapkv", headroom=60, head_budgets="adaptive")
     engine = Engine(model, small_config(), eviction=eviction)
     seq = engine.add(make_prompts([150])[0], greedy(200))
     even = (40 + 8) * model.shape.kv_heads
@@ -258,7 +259,10 @@ def test_shares_follow_the_best_scores_above_the_floor():
         ({"layer_budgets": (9, 9)}, r"layer_budgets: expected a mean of budget \(24\)"),
         ({"layer_budgets": [24, 24]}, "layer_budgets: expected a tuple"),
         ({"layer_budgets": (24, 24), "scope": "global"}, "scope: expected 'lane'"),
-        ({"protect": 40, "headroom": 40}, r"headroom: expected more than protect \(40\)"),
+        (
+            {"protect": 40, "headroom": 40, "cadence": "sawtooth"},
+            r"headroom: expected more than protect \(40\)",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_named(fields, message):

@@ -17,11 +17,19 @@ from kvcore.cache import CacheShape, KVCache
 from kvcore.config import EvictionConfig
 from kvcore.engine import Engine
 from kvcore.policies import available, evict, make_policy
+from kvcore.policies.registry import readers
 
 SHAPE = CacheShape(layers=2, q_heads=4, kv_heads=2, head_dim=16, dtype=torch.float32)
 NAMES = ("rkv", "snapkv", "h2o", "tova", "knorm", "keydiff", "streamingllm", "random")
+
+
+def own(policy: str, **settings: object) -> dict[str, object]:
+    """Those of ``settings`` that the policy reads."""
+    return {name: value for name, value in settings.items() if policy in readers(name)}
+
+
 SMALL = {
-    name: EvictionConfig(name, budget=12, headroom=16, protect=4, window=4, seed=3)
+    name: EvictionConfig.released(12, name, headroom=16, protect=4, **own(name, window=4, seed=3))
     for name in NAMES
 }
 
@@ -49,7 +57,9 @@ def test_an_unknown_policy_is_refused_with_the_names_there_are():
 def test_only_a_policy_that_observes_costs_a_query_ring():
     model = make_model()
     for name, window in (("rkv", 5), ("snapkv", 5), ("tova", 1), ("knorm", 0), ("random", 0)):
-        engine = Engine(model, small_config(), eviction=EvictionConfig(name, budget=8, window=5))
+        engine = Engine(
+            model, small_config(), eviction=EvictionConfig(name, 8, **own(name, window=5))
+        )
         ring = engine.cache.query_ring
         assert (0 if ring is None else ring.shape[3]) == window
     assert Engine(model, small_config()).cache.query_ring is None
@@ -61,8 +71,8 @@ def test_a_window_of_queries_older_than_scored_entries_is_refused(name):
     message = rf"^window: expected at most protect \(6\) with policy '{name}', got 7"
     with pytest.raises(ValueError, match=message):
         make_policy(EvictionConfig(name, budget=8, protect=6, window=7))
-    for other in set(NAMES) - {"rkv", "snapkv"}:  # they do not look at it
-        make_policy(EvictionConfig(other, budget=8, protect=6, window=7))
+    for other in set(NAMES) - {"rkv", "snapkv"}:  # they have none
+        make_policy(EvictionConfig(other, budget=8, protect=1))
 
 
 def test_streamingllm_needs_a_budget_for_its_first_entries():
@@ -301,23 +311,23 @@ class Recorder:
 @pytest.mark.parametrize(
     "config",
     [
-        EvictionConfig("rkv", budget=20, headroom=12),
-        EvictionConfig("rkv", budget=16, headroom=9, protect=5, window=3, kernel=3, mix=0.5),
-        EvictionConfig("rkv", budget=24, headroom=32, protect=16, window=16, threshold=0.1, mix=0),
-        EvictionConfig("rkv", budget=20, headroom=12, pool_first=True, mix=0.5),
-        EvictionConfig("snapkv", budget=20, headroom=12, pool_first=True, kernel=3),
-        EvictionConfig("rkv", budget=20, headroom=12, scope="global", mix=0.5),
-        EvictionConfig("snapkv", budget=20, headroom=12, scope="global"),
-        EvictionConfig("tova", budget=20, headroom=12, scope="global"),
-        *(EvictionConfig(name, budget=21, headroom=12) for name in sorted({"h2o", *ORACLES})),
+        EvictionConfig.released(20, "rkv", headroom=12),
+        EvictionConfig.released(16, "rkv", headroom=9, protect=5, window=3, kernel=3, mix=0.5),
+        EvictionConfig.released(
+            24, "rkv", headroom=32, protect=16, window=16, threshold=0.1, mix=0
+        ),
+        EvictionConfig.released(20, "rkv", headroom=12, pool_first=True, mix=0.5),
+        EvictionConfig.released(20, "snapkv", headroom=12, pool_first=True, kernel=3),
+        EvictionConfig.released(20, "rkv", headroom=12, scope="global", mix=0.5),
+        EvictionConfig.released(20, "snapkv", headroom=12, scope="global"),
+        EvictionConfig.released(20, "tova", headroom=12, scope="global"),
+        *(EvictionConfig.released(21, name, headroom=12) for name in sorted({"h2o", *ORACLES})),
         *(
-            EvictionConfig(name, budget=9, headroom=7, protect=3, window=2, kernel=3)
+            EvictionConfig.released(9, name, headroom=7, protect=3, **own(name, window=2, kernel=3))
             for name in sorted({"h2o", *ORACLES})
         ),
     ],
-    ids=lambda c: "-".join(
-        [c.policy, str(c.budget), str(c.protect), c.scope, *["pool_first"] * c.pool_first]
-    ),
+    ids=repr,
 )
 @pytest.mark.parametrize("scale", [None, 0.7], ids=["", "another_scale"])
 def test_a_policy_in_the_engine_keeps_what_its_oracle_keeps(config, scale):

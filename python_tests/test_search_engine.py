@@ -19,7 +19,7 @@ from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt, prompt_ids
 from kvcore.search.scorers.prm import conversation_head, step_ids
 
 DETECTOR = DetectorConfig(entropy_threshold=9.0)
-RKV = EvictionConfig("rkv", budget=32, headroom=16)
+RKV = EvictionConfig.released(32, headroom=16)
 CONFIG = SearchConfig(
     n=2,
     n_helper=2,

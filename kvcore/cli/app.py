@@ -9,11 +9,11 @@ import typer
 
 from kvcore import __version__
 from kvcore.cli.errors import UsageError, bad_value_is, run_command
+from kvcore.cli.eviction import EvictionFlags, with_eviction
 from kvcore.cli.settings import (
     Job,
     at_least,
     engine_config,
-    eviction_config,
     model_directory,
     one_of,
     output_path,
@@ -24,7 +24,6 @@ from kvcore.cli.settings import (
 from kvcore.config import (
     DetectorConfig,
     EngineConfig,
-    EvictionConfig,
     SamplingParams,
     SearchConfig,
 )
@@ -34,7 +33,6 @@ _SAMPLING = SamplingParams()
 _DETECTOR = DetectorConfig()
 _SEARCH = SearchConfig()
 _ENGINE = EngineConfig()
-_EVICTION = EvictionConfig()
 
 app = typer.Typer(
     name="kvcore",
@@ -83,7 +81,9 @@ def doctor(
 
 
 @app.command()
+@with_eviction
 def solve(
+    *,
     base: Annotated[
         Path,
         typer.Option(metavar="DIR", help="Base model; its cache is evicted."),
@@ -132,53 +132,7 @@ def solve(
             "repeated. VALUE is JSON, else text.",
         ),
     ] = None,
-    evict: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Policy: rkv, snapkv, h2o, tova, knorm, keydiff, streamingllm, random or full; "
-            "rkv if --budget is given, else full.",
-        ),
-    ] = None,
-    budget: Annotated[
-        int | None,
-        typer.Option(help="Scored entries kept per lane."),
-    ] = None,
-    protect: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Newest entries kept besides, never scored (default {_EVICTION.protect})."
-        ),
-    ] = None,
-    headroom: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Eviction fires at budget + headroom entries (default {_EVICTION.headroom})."
-        ),
-    ] = None,
-    cadence: Annotated[
-        str | None,
-        typer.Option(
-            metavar="sawtooth|steady",
-            help="Evict many entries when a cache has grown, or one for every token "
-            f"(default {_EVICTION.cadence}).",
-        ),
-    ] = None,
-    window: Annotated[
-        int | None,
-        typer.Option(help=f"rkv, snapkv: recent queries that vote (default {_EVICTION.window})."),
-    ] = None,
-    mix: Annotated[
-        float | None,
-        typer.Option(
-            help="rkv: weight of attention in [0, 1]; redundancy gets the rest "
-            f"(default {_EVICTION.mix})."
-        ),
-    ] = None,
-    protect_prompt: Annotated[
-        bool,
-        typer.Option("--protect-prompt", help="Keep the prompt besides the budget."),
-    ] = False,
+    eviction: EvictionFlags,
     n: Annotated[int, typer.Option("-n", "--n", help="Base candidates per step.")] = _SEARCH.n,
     n_helper: Annotated[
         int | None,
@@ -274,17 +228,7 @@ def solve(
             helper=None if helper is None else model_directory(helper, "--helper"),
             scorer=parse_scorer(scorer),
             problems=read_questions(question or (), questions),
-            eviction=eviction_config(
-                evict,
-                budget=budget,
-                protect=protect,
-                headroom=headroom,
-                window=window,
-                cadence=cadence,
-                mix=mix,
-                protect_prompt=protect_prompt or None,
-                seed=seed,
-            ),
+            eviction=eviction.config(seed=seed),
             search=search,
             engine=engine_config(max_seqs=max_seqs, max_tokens=max_tokens, kv_gb=kv_gb),
             system_prompt=system_prompt,

@@ -67,7 +67,7 @@ class Job:
             "system_prompt": self.system_prompt,
             "template_args": dict(self.template_args),
             "dtype": self.dtype,
-            "eviction": dataclasses.asdict(self.eviction),
+            "eviction": self.eviction.as_dict(),
             "search": dataclasses.asdict(self.search),
             "engine": dataclasses.asdict(self.engine),
         }
@@ -114,24 +114,6 @@ def parse_scorer(text: str) -> Scorer:
             f"--scorer: expected loglik, random, prm:DIR or a model directory, got {text!r}"
         )
     return Scorer("prm", model_directory(Path(text), "--scorer"))
-
-
-def eviction_config(evict: str | None, **fields: Any) -> EvictionConfig:
-    """Settings of the base model's eviction.
-
-    Args:
-        evict: policy; None means "rkv" when a budget is given, else "full".
-        fields: of ``EvictionConfig``; None takes its default.
-    """
-    if evict is None:
-        evict = "full" if fields.get("budget") is None else "rkv"
-    given = {name: value for name, value in fields.items() if value is not None}
-    if evict == "full" and given.keys() - {"budget", "seed"}:
-        name = min(given.keys() - {"budget", "seed"})
-        flag = "--" + name.replace("_", "-")
-        raise UsageError(f"{flag}: expected only with a policy that evicts, got --evict full")
-    with bad_value_is(UsageError):
-        return EvictionConfig(policy=evict, **given)
 
 
 def read_questions(questions: Sequence[str], file: Path | None) -> tuple[Problem, ...]:

@@ -22,7 +22,6 @@ from kvcore.config import EngineConfig
 from kvcore.engine import Engine
 from kvcore.models import LoadedModel, load_model, load_prm
 from kvcore.native import _C
-from kvcore.policies import make_policy
 from kvcore.search import DEFAULT_SYSTEM_PROMPT, Search, Solution, TraceEvent
 from kvcore.search.failures import told
 from kvcore.search.prompt import default_unless
@@ -40,14 +39,11 @@ def run_job(job: Job) -> None:
     """Solves the job's questions.
 
     Raises:
-        UsageError: no such policy, or not with these settings.
         Failure: a model is refused, or some question failed.
         OSError: the trace or the result cannot be written; what was written is kept.
         KeyboardInterrupt: interrupted.
     After an interruption or a failed trace, what there was is shown and written before it raises.
     """
-    with bad_value_is(UsageError):
-        make_policy(job.eviction)
     console, output = make_console()
     with contextlib.ExitStack() as stack:
         trace = None

@@ -35,7 +35,7 @@ def eviction_config(policy: str, budget: int) -> EvictionConfig:
     Raises:
         ValueError: a budget or policy that cannot be.
     """
-    return EvictionConfig(policy=policy, budget=budget, protect=PROTECT, headroom=HEADROOM)
+    return EvictionConfig(policy, budget, cadence="sawtooth", protect=PROTECT, headroom=HEADROOM)
 
 
 def search_config(n: int, seed: int) -> SearchConfig:

@@ -18,7 +18,7 @@ from kvcore.engine.scheduler import Scheduler
 from kvcore.engine.sequence import Feed, Sequence
 from kvcore.engine.sizing import make_cache
 from kvcore.models.loader import LoadedModel
-from kvcore.policies import make_policy
+from kvcore.policies import Evictor, make_policy
 
 _log = logging.getLogger(__name__)
 
@@ -72,14 +72,13 @@ class Engine(FrontDoor):
             )
         policy = make_policy(self.eviction)
         self._cache = make_cache(model, config, self.context_len, policy)
+        evictor = Evictor(policy, self._cache)
         self._scheduler = Scheduler(
-            self._cache, eviction=self.eviction, max_batched_tokens=config.max_batched_tokens
+            self._cache, evictor, max_batched_tokens=config.max_batched_tokens
         )
         self._detector = detector
         self._generator = Generator(model, detector, self.context_len)
-        self._executor = Executor(
-            model, self._cache, self.eviction, policy, self._generator, self.stats
-        )
+        self._executor = Executor(model, self._cache, evictor, self._generator, self.stats)
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
         self._events: list[StepEvent] = []  # not yet delivered

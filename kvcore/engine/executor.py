@@ -14,7 +14,6 @@ from collections.abc import Sequence as Seq
 import torch
 
 from kvcore.cache import KVCache
-from kvcore.config import EvictionConfig
 from kvcore.engine.commit import Commit, Draw, Entry
 from kvcore.engine.events import EngineStats, FeedOutput, StepEvent
 from kvcore.engine.generation import Generator
@@ -23,7 +22,7 @@ from kvcore.engine.sampling import token_logprobs, top_logprobs
 from kvcore.engine.scheduler import Plan
 from kvcore.engine.sequence import Sequence
 from kvcore.models.loader import LoadedModel
-from kvcore.policies import Policy, elect, evict
+from kvcore.policies import Evictor
 
 
 class Executor:
@@ -33,15 +32,13 @@ class Executor:
         self,
         model: LoadedModel,
         cache: KVCache,
-        eviction: EvictionConfig,
-        policy: Policy | None,
+        evictor: Evictor,
         generator: Generator,
         stats: EngineStats,
     ) -> None:
         self._vocab = model.vocab
         self._cache = cache
-        self._eviction = eviction
-        self._policy = policy
+        self._evictor = evictor
         self._generator = generator
         self._runner = ModelRunner(model, cache)
         self._stats = stats
@@ -99,14 +96,8 @@ class Executor:
         surplus = store.seq_len(seq.handle) - seq.cached
         if seq.error is not None or surplus < 0:
             self.drop_cache(seq)
-        elif surplus > 0:
-            # What was overwritten or evicted, or has added attention, is fed again.
-            try:
-                if self._cache.stats_plane is not None:
-                    raise ValueError("attention was added to older slots")
-                store.truncate(seq.handle, surplus)
-            except ValueError:
-                self.drop_cache(seq)
+        elif surplus > 0 and not self._evictor.take_back(seq.handle, surplus):
+            self.drop_cache(seq)  # and it is fed again
 
     # ---- computing -----------------------------------------------------------------------------
 
@@ -218,41 +209,30 @@ class Executor:
         if not due:
             return
         try:
-            self._evict([entry.seq for entry in due])
+            self._evict(due)
         except ValueError:  # some sequence has keys that are not finite: find out which
             for entry in due:
                 try:
-                    self._evict([entry.seq])
+                    self._evict([entry])
                 except ValueError as error:
                     self.fail(entry.seq, f"eviction failed: {error}")
 
     def _due(self, commit: Commit) -> list[Entry]:
-        if self._policy is None:
-            return []
-        return [
+        fed = [
             entry
             for entry in commit.entries
-            if entry.ends_piece
-            and entry.seq.error is None
-            and entry.seq.handle == entry.handle
-            and self._is_due(entry.seq, entry.handle)
+            if entry.ends_piece and entry.seq.error is None and entry.seq.handle == entry.handle
         ]
+        handles = [entry.handle for entry in fed]
+        due = self._evictor.due(handles, [entry.seq.prompt_len for entry in fed])
+        return [entry for entry, is_due in zip(fed, due, strict=True) if is_due]
 
-    def _is_due(self, seq: Sequence, handle: int) -> bool:
-        store, config, shape = self._cache.store, self._eviction, self._cache.shape
-        if config.is_steady:  # some lane is full
-            return store.max_lane_len(handle) >= min(config.budgets(shape.layers)) + config.protect
-        kept = seq.prompt_len if config.protect_prompt else 0
-        return store.total_slots(handle) >= (config.trigger + kept) * shape.lanes
-
-    def _evict(self, seqs: list[Sequence]) -> None:
-        assert self._policy is not None
-        handles = [s.handle for s in seqs if s.handle is not None]
+    def _evict(self, entries: Seq[Entry]) -> None:
+        handles = [entry.handle for entry in entries]
         largest = max(self._cache.bytes_of(handle) for handle in handles)
-        step = elect if self._eviction.is_steady else evict
-        dropped = step(self._policy, self._cache, handles, [s.prompt_len for s in seqs])
+        dropped = self._evictor.settle(handles, [entry.seq.prompt_len for entry in entries])
         self._stats.kv_bytes_peak_seq = max(self._stats.kv_bytes_peak_seq, largest)
-        self._stats.evictions += len(seqs)
+        self._stats.evictions += len(entries)
         self._stats.evicted_slots += dropped
 
     def fail(self, seq: Sequence, message: str) -> None:

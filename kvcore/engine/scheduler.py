@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvcore.cache import KVCache
-from kvcore.config import EvictionConfig
 from kvcore.engine.sequence import Sequence
 from kvcore.ops import BLOCK_SLOTS
+from kvcore.policies import Evictor
 
 
 @dataclass
@@ -49,19 +49,16 @@ class Scheduler:
     """Plans forwards over one cache.
 
     Args:
-        eviction: sequences that evict copy all live blocks when they fork instead of sharing full
-            ones, and their pieces are replayed one by one.
+        evictor: where sequences evict, forks copy all live blocks instead of sharing full ones, and
+            pieces are replayed one by one.
         max_batched_tokens: most tokens of one forward.
     """
 
-    def __init__(
-        self, cache: KVCache, *, eviction: EvictionConfig, max_batched_tokens: int
-    ) -> None:
+    def __init__(self, cache: KVCache, evictor: Evictor, *, max_batched_tokens: int) -> None:
         self._store = cache.store
         self._blocks = cache.blocks
         self._lanes = cache.shape.lanes
-        self._eviction = eviction
-        self._evicts = eviction.evicts
+        self._evictor = evictor
         self._max_tokens = max_batched_tokens
 
     def plan(self, sequences: Iterable[Sequence]) -> Plan:
@@ -120,7 +117,7 @@ class Scheduler:
             if missing == 0 and newcomer and plan.seqs:
                 missing = self._missing_to_stay(seq)
             if missing == 0:
-                count = min(seq.open_segment(self._evicts) - seq.cached, limit)
+                count = min(seq.open_segment(self._evictor.evicts) - seq.cached, limit)
                 missing = self._reserve(seq, count)
             if missing == 0:
                 return count
@@ -150,11 +147,11 @@ class Scheduler:
         if parent is None or parent.handle is None:
             seq.handle = self._store.create()
             return 0
-        missing = self._store.blocks_to_fork(parent.handle, 1, self._evicts)
+        missing = self._store.blocks_to_fork(parent.handle, 1, self._evictor.evicts)
         missing -= self._store.free_blocks()
         if missing > 0:
             return missing
-        [seq.handle] = self._store.fork(parent.handle, 1, self._evicts)
+        [seq.handle] = self._store.fork(parent.handle, 1, self._evictor.evicts)
         seq.cached, seq.next_segment = seq.fork_cached, seq.fork_segments
         return 0
 
@@ -163,10 +160,7 @@ class Scheduler:
         lane: with less it would be pushed out again at once. 0 if none.
         """
         assert seq.handle is not None
-        slots = seq.known_end
-        if self._evicts:
-            kept = seq.prompt_len if self._eviction.protect_prompt else 0
-            slots = min(slots, self._eviction.trigger + kept + seq.longest_known_piece)
+        slots = self._evictor.most_slots(seq.known_end, seq.prompt_len, seq.longest_known_piece)
         wanted = self._lanes * (-(-slots // BLOCK_SLOTS) + 1)
         wanted -= self._store.num_blocks(seq.handle)
         return max(0, wanted - self._store.free_blocks())
@@ -176,9 +170,7 @@ class Scheduler:
         missing.
         """
         assert seq.handle is not None
-        if count == 1 and seq.open_piece_len() > 1:
-            # The piece is appended and evicted as a whole, in however many forwards it is fed.
-            self._store.forget_replace(seq.handle)
+        self._evictor.begin(seq.handle, count, seq.open_piece_len())
         missing = self._store.blocks_to_extend([seq.handle], [count]) - self._store.free_blocks()
         if missing > 0:
             return missing

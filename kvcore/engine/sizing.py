@@ -1,14 +1,13 @@
-"""How large the cache of an engine is: blocks, and lane states of the fused steady cadence."""
+"""How large the cache of an engine is: blocks, and the states of lanes that a policy asks for."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from kvcore.cache import CacheShape, KVCache
 from kvcore.config import EngineConfig
 from kvcore.models.loader import LoadedModel
-from kvcore.native import _C
+from kvcore.ops import BLOCK_SLOTS
 from kvcore.policies import Policy
+from kvcore.policies.evictor import CachePlan, plan_cache
 
 
 def make_cache(
@@ -17,20 +16,20 @@ def make_cache(
     """The cache of an engine, within ``kv_bytes``.
 
     Raises:
-        ValueError: one sequence would not fit, or the machine does not have the memory.
+        ValueError: one sequence would not fit, the machine does not have the memory, or eviction
+            is set for another model.
     """
     shape = model.shape
-    window = policy.window if policy is not None else 0
-    steady = _steady(policy, shape, window, context_len)
+    plan = plan_cache(policy, shape, context_len)
     most_states = config.max_seqs * shape.lanes
-    state_bytes = steady.state_bytes if steady is not None else 0
+    state_bytes = plan.state_bytes
     blocks = config.kv_blocks or min(
-        _blocks_within(config.kv_bytes, shape, steady, most_states),
-        most_states * (-(-context_len // 16)),
+        _blocks_within(config.kv_bytes, shape, plan, most_states),
+        most_states * (-(-context_len // BLOCK_SLOTS)),
     )
-    if state_bytes and steady is not None and config.kv_blocks is None:
-        least = steady.full_blocks
-        least_states = min(least // steady.lane_blocks, most_states)
+    if state_bytes and config.kv_blocks is None:
+        least = plan.full_blocks
+        least_states = min(least // plan.lane_blocks, most_states)
         if blocks < least:
             raise ValueError(
                 f"kv_bytes: expected at least "
@@ -44,19 +43,10 @@ def make_cache(
             f"kv_bytes: expected at least {shape.lanes * shape.block_bytes} (one block for each of "
             f"{shape.lanes} lanes), got {blocks * shape.block_bytes}"
         )
-    states = min(most_states, blocks // steady.lane_blocks) if steady is not None else 0
+    states = min(most_states, blocks // plan.lane_blocks) if state_bytes else 0
     try:
-        return KVCache(
-            shape,
-            blocks=blocks,
-            rows=config.max_seqs,
-            max_len=context_len,
-            window=window,
-            accumulates=policy.accumulates if policy is not None else None,
-            replaces=steady is not None,
-            observe=steady.observe if steady is not None else None,
-            state_slots=steady.state_slots if steady is not None else 0,
-            states=states,
+        return plan.make(
+            shape, blocks=blocks, rows=config.max_seqs, max_len=context_len, states=states
         )
     except (RuntimeError, MemoryError) as error:
         name = "kv_bytes" if config.kv_blocks is None else "kv_blocks"
@@ -67,52 +57,15 @@ def make_cache(
         ) from error
 
 
-@dataclass(frozen=True)
-class _Steady:
-    """What the cache keeps for the steady cadence; without ``observe`` no lane states."""
-
-    observe: _C.RkvSettings | None
-    state_slots: int  # longest lane with a state
-    state_bytes: int
-    lane_blocks: int  # that a lane with a state holds at least
-    full_blocks: int  # of one sequence whose lanes are all full, or as long as the context
-
-
-def _steady(
-    policy: Policy | None, shape: CacheShape, window: int, context_len: int
-) -> _Steady | None:
-    """None where no lane ever overwrites a slot.
-
-    Raises:
-        ValueError: budgets for another number of layers.
-    """
-    if policy is None:
-        return None
-    config = policy.config
-    limits = [budget + config.protect for budget in config.budgets(shape.layers)]
-    if not config.is_steady or min(limits) > context_len:
-        return None
-    lane_blocks = -(-min(limits) // 16)
-    longest = [min(limit, context_len) for limit in limits]
-    full_blocks = shape.kv_heads * sum(-(-slots // 16) for slots in longest)
-    if not policy.is_fused:
-        return _Steady(None, 0, 0, lane_blocks, full_blocks)
-    observe = _C.RkvSettings(config.protect, config.kernel, policy.mix, config.threshold)
-    state_bytes = _C.rkv_state_bytes(max(longest), window, shape.head_dim)
-    return _Steady(observe, max(longest), state_bytes, lane_blocks, full_blocks)
-
-
-def _blocks_within(
-    kv_bytes: int, shape: CacheShape, steady: _Steady | None, most_states: int
-) -> int:
+def _blocks_within(kv_bytes: int, shape: CacheShape, plan: CachePlan, most_states: int) -> int:
     """Blocks that fit together with the lane states that they can come to need: one for every
     ``lane_blocks`` blocks, since sequences that evict do not share blocks, and never more than
     there are lanes.
     """
-    if steady is None or not steady.state_bytes:
+    if not plan.state_bytes:
         return kv_bytes // shape.block_bytes
-    group = steady.lane_blocks * shape.block_bytes + steady.state_bytes
-    by_share = kv_bytes // group * steady.lane_blocks
-    by_share += min(kv_bytes % group // shape.block_bytes, steady.lane_blocks - 1)
-    by_lanes = (kv_bytes - most_states * steady.state_bytes) // shape.block_bytes
+    group = plan.lane_blocks * shape.block_bytes + plan.state_bytes
+    by_share = kv_bytes // group * plan.lane_blocks
+    by_share += min(kv_bytes % group // shape.block_bytes, plan.lane_blocks - 1)
+    by_lanes = (kv_bytes - most_states * plan.state_bytes) // shape.block_bytes
     return max(by_share, by_lanes)

@@ -1,53 +1,123 @@
-"""What an eviction policy is, and the eviction that all of them share."""
+"""What an eviction policy is: a name, settings of its own, what it needs of the cache, a score.
+
+Free of torch, like every module that defines a policy: settings are checked before it is loaded.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
+from kvcore.checks import INT32_MAX, require, require_bool, require_int, require_number
 
-from kvcore import ops
-from kvcore.cache import KVCache
-from kvcore.config import EvictionConfig, require
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcore.cache import CacheShape, KVCache
+    from kvcore.policies.settings import EvictionConfig
+
+
+def setting(default: Any, help: str, **limits: Any) -> Any:
+    """A field of a policy's settings class.
+
+    Args:
+        default: its type is the setting's: bool, int or float.
+        help: one line, which becomes the help text of the flag.
+        limits: of an int or a float, ``low`` and ``high``: its ends, both allowed.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, **limits})
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """Settings that a policy reads, and nobody else. This one has none; others derive from it, as
+    frozen dataclasses whose fields are ``setting(...)``.
+
+    Each field is a keyword of ``EvictionConfig`` with that policy, and a flag of the command line.
+    Raises:
+        ValueError: a value of another type, or outside its limits; names the field.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, low = getattr(self, field.name), field.metadata.get("low")
+            high = field.metadata.get("high")
+            if isinstance(field.default, bool):
+                require_bool(value, field.name)
+            elif isinstance(field.default, int):
+                low = -INT32_MAX - 1 if low is None else low
+                require_int(value, field.name, low, INT32_MAX if high is None else high)
+            elif isinstance(field.default, float):
+                low = -math.inf if low is None else low
+                require_number(value, field.name, low, math.inf if high is None else high)
+
+
+@dataclass(frozen=True)
+class FusedRKV:
+    """R-KV's score, which attention itself can keep up to date in the lanes that it passes.
+
+    Attributes:
+        protect, kernel, mix, threshold: as in ``EvictionConfig``.
+    """
+
+    protect: int
+    kernel: int
+    mix: float
+    threshold: float
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a policy needs of the cache.
+
+    Attributes:
+        window: newest queries that are kept per query head; at most ``protect``, for an older query
+            has not seen all of the entries that it would score.
+        attention: what every slot adds up of the attention that it gets (``KVCache``).
+        fused: the score, if attention can keep it; a cadence that cannot use it scores directly.
+    """
+
+    window: int = 0
+    attention: Literal["sum", "per_head"] | None = None
+    fused: FusedRKV | None = None
 
 
 class Policy(ABC):
-    """Scores cached slots; selection, eviction and freeing are common code (``evict``).
+    """Scores cached slots; choosing, evicting and freeing are common code (``Evictor``).
 
     Attributes:
-        name: as given to ``EvictionConfig.policy``.
-        observes: whether it reads the query ring.
-        accumulates: what it reads of the attention that entries have got, as ``KVCache`` names it.
+        name: as given to ``EvictionConfig``.
+        summary: what it keeps, in one line.
+        settings_type: frozen dataclass of the settings that it reads.
+        order: place among the names, the smallest first.
+        config: what was asked for; ``config.settings`` is a ``settings_type``.
     """
 
     name: ClassVar[str]
-    observes: ClassVar[bool] = False
-    accumulates: ClassVar[Literal["sum", "per_head"] | None] = None
+    summary: ClassVar[str] = ""
+    settings_type: ClassVar[type[Any]] = PolicySettings
+    order: ClassVar[int] = 100
 
     def __init__(self, config: EvictionConfig) -> None:
         """Raises ``ValueError``: settings that this policy cannot work with."""
         self.config = config
-        # An older query has not seen all of the entries it would score.
-        expected = f"at most protect ({config.protect}) with policy {config.policy!r}"
-        require(self.window <= config.protect, "window", expected, config.window)
+        self.settings: Any = config.settings
 
     @property
-    def is_fused(self) -> bool:
-        """In the steady cadence attention itself keeps its state and elects what goes."""
-        return False
+    def protect(self) -> int:
+        """Newest entries, which are not scored."""
+        assert self.config.protect is not None
+        return self.config.protect
 
-    @property
-    def mix(self) -> float:
-        """Weight of importance against redundancy; REQUIRES a fused policy."""
-        raise NotImplementedError(self.name)
-
-    @property
-    def window(self) -> int:
-        """Queries that the cache keeps for it."""
-        return self.config.window if self.observes else 0
+    def needs(self, shape: CacheShape) -> Needs:
+        """What the cache must provide for it; nothing besides keys, values and positions unless
+        overridden.
+        """
+        return Needs()
 
     @abstractmethod
     def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
@@ -61,124 +131,19 @@ class Policy(ABC):
         """
 
 
+def check_window(config: EvictionConfig, window: int) -> None:
+    """Raises ``ValueError`` if queries were older than entries that they score."""
+    assert config.protect is not None
+    expected = f"at most protect ({config.protect}) with policy {config.policy!r}"
+    require(window <= config.protect, "window", expected, window)
+
+
 def spare_newest(score: Tensor, position: Tensor, protect: int) -> Tensor:
     """``score`` [..., slots] with +inf for the ``protect`` newest of ``position`` and -inf past a
     lane's end, where positions are negative. Changes it in place.
     """
     count = min(protect, position.shape[-1])
     newest = position.topk(count, dim=-1).values[..., -1:]
-    score[position >= newest] = torch.inf
-    score[position < 0] = -torch.inf  # which short lanes count among their newest
+    score[position >= newest] = math.inf
+    score[position < 0] = -math.inf  # which short lanes count among their newest
     return score
-
-
-def evict(policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]) -> int:
-    """Drop the lowest scored slots of each lane so that ``budget`` scored and ``protect`` newest
-    stay.
-
-    Args:
-        seqs: store handles. Lanes already within their limit lose nothing.
-        prompt_lens: tokens of each sequence's prompt; with ``protect_prompt`` those still cached
-            are kept besides.
-    Returns:
-        Slots dropped, summed over lanes.
-    Raises:
-        ValueError: from ``Policy.score``, or scope "global" and lanes of a sequence that hold
-            different positions; nothing has changed.
-        OutOfBlocks: shared blocks could not be copied; nothing has changed.
-    """
-    score, limit = score_and_limit(policy, cache, seqs, prompt_lens)
-    rows = cache.rows(seqs)
-    drop, drop_count = ops.select_slots(cache.store, rows, score, limit)
-    return cache.store.evict(seqs, drop, drop_count)
-
-
-def score_and_limit(
-    policy: Policy, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Scores as ``Policy.score``, +inf also for a protected prompt, and what each lane may hold:
-    i32 [seqs, layers, kv_heads]. Raises as ``evict``.
-    """
-    config = policy.config
-    score = policy.score(cache, seqs)
-    if config.scope == "global":
-        score = _mean_over_lanes(score, cache.positions(seqs))
-    limit, prompt = even_budgets(config, cache, seqs, prompt_lens)
-    if prompt is not None:
-        score[..., : prompt.shape[-1]].masked_fill_(prompt, torch.inf)
-    if config.head_budgets == "adaptive":
-        limit = share_by_score(score, limit)
-    return score, (limit + config.protect).contiguous()
-
-
-def even_budgets(
-    config: EvictionConfig, cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]
-) -> tuple[Tensor, Tensor | None]:
-    """What each lane may hold beside its newest ``protect`` slots when heads share evenly, i32
-    [seqs, layers, kv_heads], and the slots of a protected prompt, which come on top.
-    """
-    budgets = torch.tensor(config.budgets(cache.shape.layers), dtype=torch.int32)
-    limit = budgets[:, None].expand(len(seqs), -1, cache.shape.kv_heads)
-    if not config.protect_prompt:
-        return limit, None
-    prompt = prompt_slots(cache, seqs, prompt_lens)
-    return limit + prompt.sum(-1, dtype=torch.int32), prompt
-
-
-def prompt_slots(cache: KVCache, seqs: Sequence[int], prompt_lens: Sequence[int]) -> Tensor:
-    """bool [seqs, layers, kv_heads, slots]: slots that hold a token of the prompt."""
-    position = cache.positions(seqs)
-    ends = torch.tensor(list(prompt_lens), dtype=torch.int32).view(-1, 1, 1, 1)
-    return (position >= 0) & (position < ends)
-
-
-_FLOOR = 0.2  # of its even share, that every head keeps: AdaKV's safeguard
-
-
-def share_by_score(score: Tensor, limit: Tensor) -> Tensor:
-    """Shares each layer's budget among its heads by how many of the layer's best scores they have.
-
-    Args:
-        score: [seqs, layers, kv_heads, slots]; only finite ones compete.
-        limit: i32 [seqs, layers, kv_heads], even shares.
-    Returns:
-        i32 like ``limit``, with the same sum in every layer.
-    Source: AdaKV (arXiv 2407.11550), algorithm 1, with a floor under every head.
-    """
-    shared = limit.clone()
-    slots = score.shape[-1]
-    for seq in range(score.shape[0]):
-        for layer in range(score.shape[1]):
-            even = limit[seq, layer]
-            scored = score[seq, layer].isfinite().sum(-1)
-            floor = torch.minimum((even * _FLOOR).int(), scored.int())
-            spare = int((even - floor).sum())
-            flat = score[seq, layer].masked_fill(~score[seq, layer].isfinite(), -torch.inf).clone()
-            # What the floor keeps of a head does not compete for the rest.
-            kept = flat.argsort(dim=-1, descending=True, stable=True)
-            for head, count in enumerate(floor.tolist()):
-                flat[head, kept[head, :count]] = -torch.inf
-            best = flat.flatten().argsort(dim=0, descending=True, stable=True)[:spare]
-            best = best[flat.flatten()[best] > -torch.inf]
-            won = torch.bincount(best // slots, minlength=len(even)).int()
-            shared[seq, layer] = floor + won
-            # Short lanes: what nobody can use goes back to where it came from.
-            left = int(even.sum() - shared[seq, layer].sum())
-            if left > 0:
-                shared[seq, layer, 0] += left
-    return shared
-
-
-def _mean_over_lanes(score: Tensor, position: Tensor) -> Tensor:
-    """Give every lane of a sequence the mean score of its lanes, slot by slot.
-
-    Lanes that always dropped the same positions hold them in the same slots.
-    Source: the one kept set of R-KV's vLLM port, a mean over heads and a sum over layers.
-    """
-    same = bool((position == position[:, :1, :1]).all())
-    require(same, "scope", "lanes that hold the same positions for 'global'", "different ones")
-    lanes = score.flatten(1, 2).unbind(1)
-    total = torch.zeros_like(lanes[0])
-    for lane in lanes:  # in a fixed order: the sum must not depend on who is evicted together
-        total += lane
-    return (total / len(lanes))[:, None, None].expand(score.shape).contiguous()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from kvcore.policies.base import Needs, Policy, spare_newest
 
-from kvcore.cache import KVCache
-from kvcore.policies.base import Policy, spare_newest
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcore.cache import CacheShape, KVCache
 
 
 class H2O(Policy):
@@ -19,11 +22,15 @@ class H2O(Policy):
     """
 
     name = "h2o"
-    accumulates = "sum"
+    summary = "what has got the most attention so far, from all tokens (H2O)"
+    order = 2
+
+    def needs(self, shape: CacheShape) -> Needs:
+        return Needs(attention="sum")
 
     def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
         score = cache.attention_stats(seqs).squeeze(-2)
-        bad = (score.isnan() | (score == torch.inf)).nonzero()
+        bad = (score.isnan() | (score == math.inf)).nonzero()
         if len(bad):
             seq, layer, head, _ = bad[0].tolist()
             row = int(cache.rows(seqs)[seq])
@@ -31,4 +38,4 @@ class H2O(Policy):
                 f"h2o: expected finite attention, got NaN or infinity in row {row}, layer {layer}, "
                 f"kv head {head}"
             )
-        return spare_newest(score, cache.positions(seqs), self.config.protect)
+        return spare_newest(score, cache.positions(seqs), self.protect)

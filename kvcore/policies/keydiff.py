@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from kvcore import ops
-from kvcore.cache import KVCache
 from kvcore.policies.base import Policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcore.cache import KVCache
 
 
 class KeyDiff(Policy):
     """Score -cos(k, mean of unit keys)."""
 
     name = "keydiff"
+    summary = "keys unlike the mean direction of the lane's keys (KeyDiff)"
+    order = 5
 
     def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
-        return ops.score_keys(
-            cache.store,
-            cache.rows(seqs),
-            (cache.shape.layers, cache.shape.kv_heads),
-            cache.longest_lane(seqs),
-            kind="difference",
-            protect=self.config.protect,
-        )
+        return cache.score_keys(seqs, kind="difference", protect=self.protect)

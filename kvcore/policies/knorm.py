@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from kvcore import ops
-from kvcore.cache import KVCache
 from kvcore.policies.base import Policy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcore.cache import KVCache
 
 
 class KNorm(Policy):
     """Score -|k|."""
 
     name = "knorm"
+    summary = "keys of small norm (Knorm)"
+    order = 4
 
     def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
-        return ops.score_keys(
-            cache.store,
-            cache.rows(seqs),
-            (cache.shape.layers, cache.shape.kv_heads),
-            cache.longest_lane(seqs),
-            kind="norm",
-            protect=self.config.protect,
-        )
+        return cache.score_keys(seqs, kind="norm", protect=self.protect)

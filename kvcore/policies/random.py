@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from kvcore.checks import INT64_MAX
+from kvcore.policies.base import Policy, PolicySettings, setting
 
-from kvcore import ops
-from kvcore.cache import KVCache
-from kvcore.policies.base import Policy
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcore.cache import KVCache
+
+
+@dataclass(frozen=True)
+class RandomSettings(PolicySettings):
+    """``seed`` of the choice."""
+
+    seed: int = setting(0, "of the choice", low=0, high=INT64_MAX)
 
 
 class RandomPolicy(Policy):
     """A token's score is a pure function of (seed, layer, head, position)."""
 
     name = "random"
+    summary = "a random choice, the control"
+    settings_type = RandomSettings
+    order = 7
+    settings: RandomSettings
 
     def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
-        return ops.score_random(
-            cache.store,
-            cache.rows(seqs),
-            (cache.shape.layers, cache.shape.kv_heads),
-            cache.longest_lane(seqs),
-            seed=self.config.seed,
-            protect=self.config.protect,
-        )
+        return cache.score_random(seqs, seed=self.settings.seed, protect=self.protect)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from kvcore.cache import KVCache
-from kvcore.config import EvictionConfig, require_int
+from kvcore.checks import require_int
 from kvcore.policies.base import Policy, spare_newest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcore.cache import KVCache
+    from kvcore.policies.settings import EvictionConfig
 
 SINKS = 4
 _ABOVE_ALL = float(2**24)  # positions below it are exact floats
@@ -22,6 +26,8 @@ class StreamingLLM(Policy):
     """
 
     name = "streamingllm"
+    summary = "the first 4 entries, part of the budget, and the newest (StreamingLLM)"
+    order = 6
 
     def __init__(self, config: EvictionConfig) -> None:
         super().__init__(config)
@@ -31,4 +37,4 @@ class StreamingLLM(Policy):
         position = cache.positions(seqs)
         score = position.float()
         score[position < SINKS] = _ABOVE_ALL
-        return spare_newest(score, position, self.config.protect)
+        return spare_newest(score, position, self.protect)

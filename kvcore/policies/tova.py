@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from kvcore.policies.base import Needs, Policy
 
-from kvcore import ops
-from kvcore.cache import KVCache
-from kvcore.policies.base import Policy
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcore.cache import CacheShape, KVCache
 
 
 class Tova(Policy):
     """Softmax over all entries, averaged over all query heads of the layer."""
 
     name = "tova"
-    observes = True
+    summary = "what the newest query attends to, the same in all heads of a layer (TOVA)"
+    order = 3
 
-    @property
-    def window(self) -> int:
-        return 1
+    def needs(self, shape: CacheShape) -> Needs:
+        return Needs(window=1)
 
     def score(self, cache: KVCache, seqs: Sequence[int]) -> Tensor:
-        return ops.score_tova(
-            cache.store,
-            cache.rows(seqs),
-            (cache.shape.layers, cache.shape.kv_heads),
-            cache.longest_lane(seqs),
-            protect=self.config.protect,
-            scale=cache.scale,
-        )
+        return cache.score_tova(seqs, protect=self.protect)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kvcore.config import EvictionConfig, SearchConfig, require, require_int
+from kvcore.config import SearchConfig, require, require_int
+from kvcore.policies.settings import eviction_notice
 from kvcore.search.ports import Ports
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt, Translator, translator
 from kvcore.search.prompting import Prompting
@@ -60,18 +61,6 @@ def _check_engine(name: str, engine: Engine) -> None:
         )
     if model.tokenizer is None:
         raise ValueError(f"{name}: expected a model with a tokenizer, got {model.name!r} without")
-
-
-def eviction_notice(eviction: EvictionConfig, fired: int) -> str | None:
-    """A line when eviction was asked for and fired 0 times, else None: it must not stay silent."""
-    if not eviction.evicts or fired:
-        return None
-    growth = "protect" if eviction.is_steady else "headroom"
-    limit = f"{eviction.trigger} entries (budget + {growth})"
-    return (
-        f"eviction was asked for ({eviction.policy}, budget {eviction.budget}) and never fired: "
-        f"no cache reached {limit}{' besides the prompt' if eviction.protect_prompt else ''}"
-    )
 
 
 class Search:

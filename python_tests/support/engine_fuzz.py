@@ -24,7 +24,7 @@ from kvcore.config import (
 from kvcore.engine import Engine, FeedOutput, GenerateSpec, StepEvent
 from kvcore.native import _C
 from kvcore.policies import available
-from support.engine_tools import run
+from support.engine_tools import run, seeded
 from support.exact_model import make_exact_model
 from support.interruptions import Interruption
 
@@ -50,8 +50,9 @@ def settings(rng: random.Random) -> tuple[EvictionConfig, EngineConfig]:
     )
     if policy == "full":
         return EvictionConfig(), size
-    shared = {"budget": rng.choice((6, 24, 40)), "seed": rng.randrange(99)}
-    shared["window"] = rng.choice((1, 8))
+    shared = {"budget": rng.choice((6, 24, 40))}
+    seed, window = rng.randrange(99), rng.choice((1, 8))
+    shared |= seeded(policy, seed) | ({"window": window} if policy in ("rkv", "snapkv") else {})
     shared["protect_prompt"] = rng.random() < 0.2
     special = rng.random()
     if special < 0.15:
@@ -62,7 +63,7 @@ def settings(rng: random.Random) -> tuple[EvictionConfig, EngineConfig]:
         return EvictionConfig(policy, cadence="steady", protect=rng.choice((8, 20)), **shared), size
     if special > 0.85:
         shared["head_budgets"] = "adaptive"
-    return EvictionConfig(policy, headroom=rng.choice((9, 30)), **shared), size
+    return EvictionConfig.released(policy=policy, headroom=rng.choice((9, 30)), **shared), size
 
 
 @dataclass

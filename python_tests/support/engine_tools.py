@@ -11,8 +11,14 @@ from kvcore.config import EngineConfig, EvictionConfig, SamplingParams
 from kvcore.engine import Engine, GenerateSpec, StepEvent
 from kvcore.policies import available
 
+
+def seeded(policy: str, seed: int) -> dict[str, int]:
+    """The seed, for the one policy that reads it."""
+    return {"seed": seed} if policy == "random" else {}
+
+
 EVICTING = {
-    name: EvictionConfig(name, budget=24, headroom=32, seed=5)
+    name: EvictionConfig(name, 24, cadence="sawtooth", headroom=32, **seeded(name, 5))
     for name in available()
     if name != "full"
 }

@@ -66,7 +66,8 @@ def tova(keys, queries, positions, config, scale):
 def rkv(keys, queries, positions, config, scale, mix=None):
     window = queries[:, -config.window :]
     mix = config.mix if mix is None else mix
-    settings = (config.protect, mix, config.kernel, config.threshold, config.pool_first)
+    threshold = getattr(config, "threshold", 0.5)  # of nothing where mix is 1
+    settings = (config.protect, mix, config.kernel, threshold, config.pool_first)
     return rkv_oracle.score(window, np.stack(keys), *settings, scale)
 
 
