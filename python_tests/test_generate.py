@@ -15,6 +15,11 @@ from kvcore.models import bind_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 DRAWN = SamplingParams(temperature=1.5, top_k=0, top_p=1.0, max_tokens=10)
+EVICTIONS = [
+    None,
+    EvictionConfig("rkv", budget=16, protect=8, cadence="sawtooth", headroom=16),
+    EvictionConfig("rkv", budget=16, protect=8, cadence="steady"),
+]
 CHAT = [{"role": "user", "content": "1 + 1?"}]
 
 
@@ -75,9 +80,7 @@ def test_names_of_special_tokens_in_texts_and_messages_are_text(engine):
 
 
 @pytest.mark.parametrize("changes", [{}, {"max_seqs": 1}, {"max_seqs": 3}, {"kv_blocks": 24}])
-@pytest.mark.parametrize(
-    "eviction", [None, EvictionConfig("rkv", budget=16, headroom=16)], ids=["full", "rkv"]
-)
+@pytest.mark.parametrize("eviction", EVICTIONS)
 def test_a_sample_is_the_same_whoever_shares_the_batch(model, changes, eviction):
     prompts = make_prompts([5, 40, 1, 17, 5], seed=3)
     roomy = Engine(model, small_config(), eviction=eviction)

@@ -14,6 +14,12 @@ from kvcore.engine.text_stream import TextStream
 
 PARAMS = SamplingParams(temperature=1.3, top_k=0, top_p=1.0, max_tokens=80)
 
+EVICTIONS = [
+    None,
+    EvictionConfig("rkv", budget=16, protect=8, cadence="sawtooth", headroom=16),
+    EvictionConfig("rkv", budget=16, protect=8, cadence="steady"),
+]
+
 
 @pytest.fixture(scope="module")
 def engine():
@@ -84,7 +90,7 @@ def test_a_beginning_that_comes_to_nothing_is_told():
     assert [stream.push(b) for b in (b"a", b"a", b"a", b"c")] == ["", "", "a", "aac"]
 
 
-@pytest.mark.parametrize("eviction", [None, EvictionConfig("rkv", budget=16, headroom=16)])
+@pytest.mark.parametrize("eviction", EVICTIONS)
 @pytest.mark.parametrize("seed", range(4))
 def test_pieces_are_the_text_of_generate(seed, eviction):
     engine = Engine(make_model(), small_config(), eviction=eviction)

@@ -48,12 +48,17 @@ def resolve(source: str | Path, argument: str = "model") -> Path:
         return folder
     if folder.exists():
         raise ValueError(f"{argument}: expected a model directory, got {name!r} (a file)")
-    if not _HUB_ID.match(name):
+    if not is_hub_id(name):
         raise ValueError(
-            f"{argument}: expected a model directory, a hub id (owner/name) or demo:NAME, got "
-            f"{name!r} (nothing there)"
+            f"{argument}: expected a model directory, got {name!r} (nothing there, and neither a "
+            "hub id, owner/name, nor demo:NAME)"
         )
     return _download(name, argument)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether ``name`` has the form ``owner/name``."""
+    return _HUB_ID.match(name) is not None
 
 
 def name_of(folder: Path) -> str:
