@@ -164,6 +164,7 @@ class DetectorConfig:
 
     @property
     def active(self) -> bool:
+        """Whether any test is on."""
         return self.entropy or self.gzip or self.repetition
 
 

@@ -23,16 +23,7 @@ from kvcore.policies import Evictor, make_policy
 _log = logging.getLogger(__name__)
 
 # What a sequence takes over from a child that it adopts.
-_ADOPTED = (
-    "tokens",
-    "prompt_len",
-    "handle",
-    "cached",
-    "high_water",
-    "segments",
-    "next_segment",
-    "longest_piece",
-)
+_ADOPTED = ["tokens", "prompt_len", "handle", "cached", "high_water", "segments", "next_segment", "longest_piece"]
 
 
 class Engine(FrontDoor):
@@ -236,6 +227,7 @@ class Engine(FrontDoor):
 
     @property
     def has_work(self) -> bool:
+        """Whether ``step`` has something to do or to tell."""
         return bool(self._events) or any(
             seq.busy or (seq.error is not None and not seq.error_told)
             for seq in self._sequences.values()
@@ -255,6 +247,7 @@ class Engine(FrontDoor):
 
     @property
     def num_sequences(self) -> int:
+        """Sequences that were not released, failed ones included."""
         return len(self._sequences)
 
     @property
@@ -264,10 +257,12 @@ class Engine(FrontDoor):
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of the pool, 16 slots of one lane each."""
         return self._cache.blocks
 
     @property
     def max_seqs(self) -> int:
+        """Sequences that can hold cache at once; others wait."""
         return int(self._cache.seq_len.shape[0])
 
     @property

@@ -41,7 +41,11 @@ class LoadedModel:
     """A decoder bound to kvcore's attention, with its tokenizer.
 
     Attributes:
+        name: of its directory, or on the hub.
         model: transformers module; runs only through an engine.
+        config: as transformers read it.
+        tokenizer: None for a model that takes token ids only.
+        shape: layers, heads and dtype of its KV cache.
         vocab: ids below this may be sampled (rows above it are padding of the output matrix).
         eos_ids: ids that end a text.
         token_bytes: bytes of each id; None without a tokenizer.
