@@ -23,7 +23,10 @@ from kvcore.policies import Evictor, make_policy
 _log = logging.getLogger(__name__)
 
 # What a sequence takes over from a child that it adopts.
-_ADOPTED = ["tokens", "prompt_len", "handle", "cached", "high_water", "segments", "next_segment", "longest_piece"]
+_ADOPTED = (
+    *("tokens", "prompt_len", "handle", "cached"),
+    *("high_water", "segments", "next_segment", "longest_piece"),
+)
 
 
 class Engine(FrontDoor):
