@@ -15,7 +15,6 @@ unless --threads says otherwise. The last lines are alpha.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -27,7 +26,8 @@ from torch import Tensor
 
 from kvcore import ops
 from kvcore.cache import CacheShape, KVCache
-from kvcore.native import _C
+from kvcore.files import write_json
+from kvcore.native import _C, set_threads
 
 HEAD_DIM, WINDOW, KV_HEADS = 128, 8, 2
 HEADROOM = 120  # tokens between two events of the sawtooth with budget + 8 protected, at + 128
@@ -193,8 +193,7 @@ def main() -> None:
     if args.repeats < 2 or args.threads < 1:
         parser.error("--repeats: expected >= 2, --threads: expected >= 1")
     torch.manual_seed(0)
-    torch.set_num_threads(args.threads)
-    _C.set_num_threads(args.threads)
+    set_threads(args.threads)
     rows = []
     print(
         "| slots | group | cache | attend us | observed us | alpha | sawtooth alpha | "
@@ -216,7 +215,7 @@ def main() -> None:
                     flush=True,
                 )
     if args.json is not None:
-        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+        write_json(args.json, {"rows": rows})
     for row in rows:
         print(f"alpha slots={row['slots']} G={row['group']} {row['cache']}: {row['alpha']:.3f}")
 

@@ -25,11 +25,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-import torch
-
 from kvcore.demo import settings as demo
 from kvcore.demo.rows import METHODS, TITLES, Models, Settings, load_models, run_row
-from kvcore.native import _C
+from kvcore.native import set_threads
 
 BUDGETS = (16, 32, 64, 96, 128, 160)
 
@@ -231,8 +229,7 @@ def ablation_table(study: Study, seeds: range, budget: int) -> list[str]:
 def main() -> None:
     args = parse_args()
     if args.threads is not None:
-        torch.set_num_threads(args.threads)
-        _C.set_num_threads(args.threads)
+        set_threads(args.threads)
     study = Study(args, load_models(args.weights))
     seeds = range(args.seeds)
     text = [

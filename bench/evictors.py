@@ -24,15 +24,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvcore.config import EngineConfig, EvictionConfig, SamplingParams, SearchConfig
 from kvcore.demo import settings as demo
 from kvcore.demo.rows import Settings, load_models
 from kvcore.engine import Engine
 from kvcore.eval import is_correct, load_problems
 from kvcore.models import LoadedModel, load_model
-from kvcore.native import _C
+from kvcore.native import set_threads
 from kvcore.policies import available
 from kvcore.search import LoglikScorer, PrmScorer, Prompt, RandomScorer, Search, Solution
 from kvcore.search.best_of_n import best_of_n_config
@@ -264,8 +262,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     if args.threads is not None:
-        torch.set_num_threads(args.threads)
-        _C.set_num_threads(args.threads)
+        set_threads(args.threads)
     task = Demo(args) if args.task == "demo" else Gsm8k(args)
     results = Results(args.json, task.settings())
     ways = [way == "rescue" for way in args.ways if way == "alone" or task.helper is not None]

@@ -11,7 +11,6 @@ lanes are full. The last line is the flatness: tokens/s at the end over tokens/s
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvcore.config import EngineConfig, EvictionConfig, SamplingParams
 from kvcore.engine import Engine, GenerateSpec
+from kvcore.files import write_json
 from kvcore.models import LoadedModel, load_model
 from kvcore.models.loader import bind_model
-from kvcore.native import _C
+from kvcore.native import set_threads
 
 PROTECT = 128
 WINDOW = 512  # tokens that a speed is averaged over
@@ -85,8 +85,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.tokens < 3 * WINDOW or args.budget < 1 or args.threads < 1:
         parser.error(f"--tokens: expected >= {3 * WINDOW}, --budget and --threads: expected >= 1")
-    torch.set_num_threads(args.threads)
-    _C.set_num_threads(args.threads)
+    set_threads(args.threads)
     model = load_model(args.model) if args.model else random_model(args.tokens + 64)
     runs = {
         "steady": EvictionConfig("rkv", budget=args.budget, protect=PROTECT, cadence="steady"),
@@ -105,7 +104,7 @@ def main() -> None:
             flush=True,
         )
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(args.json, found)
     print(f"flatness of the steady cadence: {found['steady']['flatness']:.3f}")
 
 

@@ -25,14 +25,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import kvcore
 from kvcore.config import EngineConfig, EvictionConfig, SamplingParams, SearchConfig
 from kvcore.engine import Engine
 from kvcore.eval import Problem, extract_answer, is_correct, load_problems
 from kvcore.models import LoadedModel, load_model, load_prm
-from kvcore.native import _C
+from kvcore.native import set_threads
 from kvcore.search import Prompt, Search, Solution
 from kvcore.search.best_of_n import best_of_n_config
 from kvcore.search.scorers import LoglikScorer, PrmScorer, RandomScorer
@@ -118,7 +116,7 @@ class Bench:
             "problems": args.problems,
             "scorer": args.scorer,
             "dtype": args.dtype,
-            "search": asdict(self.search),
+            "search": self.search.to_json(),
             "eviction": asdict(self.eviction),
         }
 
@@ -290,8 +288,7 @@ def main() -> int:
             found = len(problems)
             raise ValueError(f"--problems: expected at most {found}, got {args.problems}")
         if args.threads is not None:
-            torch.set_num_threads(args.threads)
-            _C.set_num_threads(args.threads)
+            set_threads(args.threads)
         bench = Bench(args)
         results = open_results(args.json, bench.settings())
         for method in args.methods:

@@ -26,8 +26,9 @@ from kvcore import ops
 from kvcore.cache import CacheShape, KVCache
 from kvcore.config import EvictionConfig
 from kvcore.engine.runner import ModelRunner
+from kvcore.files import write_json
 from kvcore.models import LoadedModel, load_model
-from kvcore.native import _C
+from kvcore.native import _C, set_threads
 from kvcore.policies import elect, make_policy
 
 WINDOW, PROTECT, KERNEL, MIX, THRESHOLD = 8, 8, 7, 0.1, 0.5
@@ -216,8 +217,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     if args.threads is not None:
-        torch.set_num_threads(args.threads)
-        _C.set_num_threads(args.threads)
+        set_threads(args.threads)
     model = load_model(args.model, dtype=args.dtype, argument="--model")
     texts = texts_of(model, args.data, args.texts, max(n for n, _ in EVENTS))
     similar: dict[str, list[float]] = {}
@@ -258,7 +258,7 @@ def main() -> None:
         print(f"| {name} | " + " | ".join(f"{value:.1%}" for value in found.values()) + " |")
     if args.json is not None:
         told = {"similar": similar, "fused": fused, "agreement": agreement}
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+        write_json(args.json, told)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,36 @@ TEST(StepText, EqualsTheOracleHoweverTheTextIsCut) {
   }
 }
 
+TEST(StepText, AnySeparatorsEndAStepHoweverTheTextIsCut) {
+  const std::vector<std::vector<std::string>> sets = {
+      {"\n"}, {"ab"}, {"aa", "aaa"}, {"abc", "b", "\n\n"}, {" ", "x"}, {"\xe3\x80\x80"}, {}};
+  const std::vector<std::string> atoms = {"a", "a", "b", "c", "x", " ", "\n", "\u3000"};
+  std::mt19937_64 rng(43);
+  for (int round = 0; round < 20000; ++round) {
+    const std::vector<std::string>& separators = sets[rng() % sets.size()];
+    std::string all;
+    for (uint64_t i = 0, n = rng() % 12; i < n; ++i) all += atoms[rng() % atoms.size()];
+    const int64_t end = detect_oracle::StepEnd(all, separators);
+    StepText text(separators);
+    for (size_t at = 0; at < all.size();) {
+      const size_t length = rng() % 5;
+      const bool ended = text.Append(std::string_view(all).substr(at, length));
+      const int64_t before = int64_t(at);
+      at = std::min(all.size(), at + length);
+      ASSERT_EQ(ended, end > before && end <= int64_t(at)) << testing::PrintToString(all);
+    }
+    ASSERT_EQ(text.step_end(), end) << testing::PrintToString(all);
+  }
+}
+
+TEST(StepText, SeparatorsThatStartATextDoNotEndIt) {
+  StepText text({"Step"});
+  EXPECT_FALSE(text.Append("Step"));
+  EXPECT_FALSE(text.Append(" 1: x\n"));
+  EXPECT_TRUE(text.Append("Step"));
+  EXPECT_THROW(StepText({"x", ""}), Error);
+}
+
 TEST(TokenBytes, ReturnsTheBytesOfEveryId) {
   using namespace std::string_view_literals;
   const TokenBytes table({"a", "", "\n\n", "\xe6\x95", "\0b"sv});

@@ -6,7 +6,7 @@ Every class raises ``ValueError`` naming the field, what was expected and what c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvcore.checks import (
@@ -33,6 +33,7 @@ __all__ = [
     "require_int",
 ]
 
+_CANDIDATES = 8  # of each model per step; KV-Rescue, appendix C
 _MAX_DETECTOR_TOKENS = 2**20  # what the detector keeps of every candidate
 
 
@@ -198,6 +199,27 @@ class EngineConfig:
         require_int(self.max_batched_tokens, "max_batched_tokens", 1, INT32_MAX)
 
 
+def as_separators(value: Any, field_name: str = "separators") -> tuple[bytes, ...]:
+    """Byte strings that end a reasoning step; texts are taken as UTF-8.
+
+    Args:
+        value: one str or bytes, or several in a list or tuple.
+    Raises:
+        ValueError: none at all, an empty one, or something else.
+    """
+    given = value if isinstance(value, (list, tuple)) else (value,)
+    require(len(given) > 0, field_name, "at least one separator", value)
+    found = []
+    for one in given:
+        ok = isinstance(one, (str, bytes)) and len(one) > 0
+        require(ok, field_name, "texts or bytes that are not empty", one)
+        try:
+            found.append(one if isinstance(one, bytes) else one.encode())
+        except UnicodeEncodeError:
+            require(False, field_name, "text that has a UTF-8 form", one)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class SearchConfig:
     """Stepwise search: best-of-N without a helper, KV-Rescue with one (Algorithm 1).
@@ -205,6 +227,8 @@ class SearchConfig:
     Attributes:
         n: candidates of the base model per step (N_b).
         n_helper: candidates of the helper per step (N_h); 0 without a helper, ``None`` takes ``n``.
+        n_total: candidates of both models together per step, in place of ``n`` and ``n_helper``:
+            half are the base model's, which gets the odd one, and without a helper all.
         sampling: of both models; ``max_new_tokens`` bounds one step.
         max_steps: steps of one solution.
         max_tokens: context in tokens, prompt included, at which a solution is retired.
@@ -212,15 +236,20 @@ class SearchConfig:
             detector is lent this one while a search runs.
         seed: of the run; every draw is a function of (seed, problem, step, source, candidate,
             token).
+        separators: what ends a step in a model's text: bytes, or text that stands for its UTF-8;
+            one or several. White space in front of a step and a separator that it begins with do
+            not end it, and the token that completes a separator is kept whole.
     """
 
-    n: int = 8
+    n: int = _CANDIDATES
     n_helper: int | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_steps: int = 1024
     max_tokens: int = 4096
     detector: DetectorConfig | None = field(default_factory=DetectorConfig)
     seed: int = 0
+    n_total: int | None = None
+    separators: tuple[bytes, ...] = (b"\n\n",)
 
     def __post_init__(self) -> None:
         ok = isinstance(self.sampling, SamplingParams)
@@ -231,6 +260,24 @@ class SearchConfig:
         require_int(self.max_steps, "max_steps", 1, INT32_MAX)
         require_int(self.max_tokens, "max_tokens", 2, INT32_MAX)
         require_int(self.seed, "seed", 0, INT64_MAX)
+        if self.n_total is not None:
+            require_int(self.n_total, "n_total", 1, INT32_MAX)
+            require(self.n == _CANDIDATES, "n", "nothing beside n_total", self.n)
+            require(self.n_helper is None, "n_helper", "nothing beside n_total", self.n_helper)
+        object.__setattr__(self, "separators", as_separators(self.separators))
+
+    def candidates(self, *, helper: bool) -> tuple[int, int]:
+        """Candidates per step of the base model and of the helper; ``helper``: there is one."""
+        if self.n_total is not None:
+            theirs = self.n_total // 2 if helper else 0
+            return self.n_total - theirs, theirs
+        theirs = self.n if self.n_helper is None else self.n_helper
+        return self.n, theirs if helper else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values. A byte of a separator that is no UTF-8 becomes ``\\xNN``."""
+        separators = [one.decode(errors="backslashreplace") for one in self.separators]
+        return {**asdict(self), "separators": separators}
 
 
 # Keywords of a chat template that are not the user's to give.

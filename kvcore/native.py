@@ -10,6 +10,7 @@ import os
 import torch
 
 import kvcore
+from kvcore.config import require_int
 
 try:
     from kvcore import _C
@@ -72,8 +73,28 @@ def follow_torch_threads() -> None:
 
 follow_torch_threads()
 
+
+def set_threads(threads: int) -> None:
+    """Makes torch and the core use this many threads, from now on and whatever
+    KVCORE_NUM_THREADS says. Outputs of the core never depend on it.
+
+    Raises:
+        ValueError: not an integer from 1 to 1024; nothing was changed.
+    """
+    require_int(threads, "threads", 1, _MAX_THREADS)
+    _C.set_num_threads(threads)
+    torch.set_num_threads(threads)
+
+
 InternalError = _C.InternalError
 OutOfBlocks = _C.OutOfBlocks
 KvStore = _C.KvStore
 
-__all__ = ["_C", "InternalError", "KvStore", "OutOfBlocks", "follow_torch_threads"]
+__all__ = [
+    "_C",
+    "InternalError",
+    "KvStore",
+    "OutOfBlocks",
+    "follow_torch_threads",
+    "set_threads",
+]

@@ -27,7 +27,7 @@ from kvcore.search import (
     best_of_n,
     solve,
 )
-from kvcore.search.stepper import candidate_key
+from kvcore.search.trajectory import candidate_key
 
 CONFIG = EngineConfig(max_seqs=16, context_len=512, kv_bytes=16 << 20)
 SHORT = SearchConfig(
@@ -287,7 +287,7 @@ def test_p25_helper_and_judge_hold_the_text_that_the_base_wrote(kind, judge, mon
 
     def look(event):
         if event.event == "step" and event.step + 1 < len(written):
-            root = search._stepper.active[0].sides["helper"].root
+            root = search._rescue.active[0].sides["helper"].root
             held.append(b"".join(helper.pieces[t] for t in helper.tokens(root)))
 
     search = Search(base, ["q"], helper=helper, scorer=scorer, config=config, on_event=look)

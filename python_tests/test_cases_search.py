@@ -25,7 +25,7 @@ from kvcore.config import (
 from kvcore.engine import Engine
 from kvcore.models import load_prm
 from kvcore.search import PrmScorer, Prompt, RandomScorer, ScoreRequest, Search, Solution, solve
-from kvcore.search.stepper import candidate_key
+from kvcore.search.trajectory import candidate_key
 
 STORED = json.loads((Path(__file__).parent / "data" / "prm_small.json").read_text("utf-8"))
 SEPARATOR = byte_tokenizer().convert_tokens_to_ids("<extra_0>")

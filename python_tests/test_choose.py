@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvcore.engine.events import Finish, Generation
-from kvcore.search.rescue import choose, fallback, pool, take
+from kvcore.search.choose import choose, fallback, pool, take
 from kvcore.search.trajectory import Candidate
 
 NAN = float("nan")

@@ -17,7 +17,7 @@ from support.cli_tools import FakeSearch, check_result, install_fake, make_model
 from kvcore.cli import demo as demo_module
 from kvcore.cli import report
 from kvcore.cli.output import SafeOutput, one_interrupt
-from kvcore.cli.report import write_result
+from kvcore.files import write_json
 
 SMALL = ["--scorer", "random", "--max-step-tokens", "8", "--max-steps", "2", "-n", "2"]
 SMALL += ["--kv-gb", "0.05", "--max-seqs", "16", "--max-tokens", "200"]
@@ -222,7 +222,7 @@ def test_two_writers_of_one_file_leave_one_whole(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     contents = [{"by": i, "text": chr(97 + i) * 200_000} for i in range(4)]
     threads = [
-        threading.Thread(target=lambda c=c: [write_result(path, c) for _ in range(20)])
+        threading.Thread(target=lambda c=c: [write_json(path, c) for _ in range(20)])
         for c in contents
     ]
     for thread in threads:

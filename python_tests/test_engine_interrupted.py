@@ -17,7 +17,7 @@ from support.interruptions import Interruption
 
 from kvcore.config import DetectorConfig, EvictionConfig, SamplingParams
 from kvcore.engine import Engine, FeedOutput, GenerateSpec
-from kvcore.native import _C
+from kvcore.native import _C, set_threads
 
 STEADY = {"cadence": "steady", "budget": 12, "protect": 8}
 SAWTOOTH = {"cadence": "sawtooth", "budget": 12, "protect": 8, "headroom": 20}
@@ -35,8 +35,7 @@ every_eviction = pytest.mark.parametrize("eviction", EVICTIONS.values(), ids=EVI
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     before = torch.get_num_threads(), _C.num_threads()
-    torch.set_num_threads(1)
-    _C.set_num_threads(1)
+    set_threads(1)
     yield
     torch.set_num_threads(before[0])
     _C.set_num_threads(before[1])

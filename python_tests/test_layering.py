@@ -1,7 +1,7 @@
 """The arrows of the design: which directory may include or import which.
 
 csrc:    base <- ops <- {cpu, cuda};  base, ops <- store;  base <- detect;  all <- bindings
-kvcore:  config <- native <- ops <- cache <- policies <- models <- engine <- search
+kvcore:  config, files <- native <- ops <- cache <- policies <- models <- engine <- search
          <- {eval, demo, view} <- {doctor, cli};  train sees up to models
 """
 
@@ -23,7 +23,7 @@ CSRC_SEES = {
     "bindings": {"base", "ops", "cpu", "cuda", "store", "detect"},
 }
 
-CHAIN = ["config", "native", "ops", "cache", "policies", "models", "engine", "search"]
+CHAIN = ["config", "files", "native", "ops", "cache", "policies", "models", "engine", "search"]
 KVCORE_SEES = {name: set(CHAIN[:i]) for i, name in enumerate(CHAIN)}
 KVCORE_SEES["train"] = set(CHAIN[: CHAIN.index("engine")])
 for _top in ("eval", "demo", "view"):

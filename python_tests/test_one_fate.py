@@ -1,5 +1,6 @@
 """Whatever goes wrong with one problem is its own error: the others are solved, nothing is left."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -13,8 +14,7 @@ from kvcore.config import DetectorConfig, EngineConfig, EvictionConfig, Sampling
 from kvcore.engine import Engine
 from kvcore.search import LoglikScorer, PrmScorer, Prompt, RandomScorer, Search, solve
 from kvcore.search.prompt import Translator
-from kvcore.search.scorers.base import Backend, EngineScorer, Score
-from kvcore.search.scorers.prm import PrmBackend
+from kvcore.search.scorers.base import Score, SearchScorer
 
 CONFIG = SearchConfig(n=2, max_steps=3, detector=None)
 SURROGATE = "what is \ud83d?"
@@ -170,8 +170,8 @@ def test_an_engine_that_refuses_ends_its_problem_only(verb, role, monkeypatch):
     check_only_second_fails(solutions, message, *engines.values())
 
 
-class Failing(EngineScorer):
-    """A backend of which one method raises for one problem."""
+class Failing(SearchScorer):
+    """A scorer of which one method raises for one problem."""
 
     name = "mine"
 
@@ -181,7 +181,7 @@ class Failing(EngineScorer):
     def open(self, context):
         method, error = self.method, self.error
 
-        class Mine(Backend):
+        class Mine(SearchScorer):
             name = "mine"
 
             def submit(self, problem, requests, done):
@@ -210,7 +210,7 @@ def test_a_backend_that_raises_ends_its_problem_only(method, error):
 def test_a_backend_that_returns_something_else_is_named(outcome):
     class Strange(Failing):
         def open(self, context):
-            class Mine(Backend):
+            class Mine(SearchScorer):
                 name = "mine"
 
                 def submit(self, problem, requests, done):
@@ -225,7 +225,7 @@ def test_a_backend_that_returns_something_else_is_named(outcome):
 
 @pytest.mark.parametrize("method", ["ids", "read"])
 def test_an_engine_scorer_that_fails_inside_its_engine_ends_one_problem(method, monkeypatch):
-    whole, fed = getattr(PrmBackend, method), []
+    whole, fed = getattr(PrmScorer, method), []
 
     def fail(self, given):
         fed.append(1)
@@ -233,7 +233,7 @@ def test_an_engine_scorer_that_fails_inside_its_engine_ends_one_problem(method, 
             raise ValueError("inside")
         return whole(self, given)
 
-    monkeypatch.setattr(PrmBackend, method, fail)
+    monkeypatch.setattr(PrmScorer, method, fail)
     base, prm = engine(), FakeEngine(has_head=True, tokenizer=FakeTokenizer(chat=True))
     solutions = solve(base, ["a", "b", "c"], scorer=PrmScorer(prm), config=CONFIG)
     failed = [s for s in solutions if s.error is not None]
@@ -259,19 +259,16 @@ def test_what_on_event_raises_is_nobodys_error_and_ends_the_search(kind):
 
 
 def test_an_interrupted_problem_gets_its_candidates_and_its_end():
-    base, events, entered = engine(), [], threading.Event()
+    """Ctrl-C comes while the search waits for a scorer that never returns."""
+    base, events, main = engine(), [], threading.get_ident()
 
     class Hanging:
         def score(self, requests):
-            entered.set()
+            time.sleep(0.2)  # until the search waits; the law holds at any moment
+            signal.pthread_kill(main, signal.SIGINT)
             time.sleep(600)
 
-    def interrupt():
-        assert entered.wait(30)
-        raise KeyboardInterrupt
-
     search = Search(base, ["a"], scorer=Hanging(), config=CONFIG, on_event=events.append)
-    search._backend.poll = lambda timeout=0.0: interrupt() if entered.is_set() else False
     with pytest.raises(KeyboardInterrupt):
         list(search.run())
     kinds = [event.event for event in events]
@@ -283,15 +280,16 @@ def test_an_interrupted_problem_gets_its_candidates_and_its_end():
 def test_the_process_does_not_wait_for_a_scorer_that_hangs():
     code = (
         "import time\n"
-        "from kvcore.search.scorers.base import ScoreRequest, ThreadBackend\n"
+        "from kvcore.search.scorers.base import ScoreRequest\n"
+        "from kvcore.search.scorers.thread import ThreadScorer\n"
         "class Hang:\n"
         "    def score(self, requests):\n"
         "        print('in', flush=True)\n"
         "        time.sleep(600)\n"
-        "backend = ThreadBackend(Hang())\n"
-        "backend.submit(0, [ScoreRequest('q', (), 'a')], print)\n"
+        "scorer = ThreadScorer(Hang(), wake=print)\n"
+        "scorer.submit(0, [ScoreRequest('q', (), 'a')], print)\n"
         "time.sleep(1)\n"
-        "backend.close()\n"
+        "scorer.close()\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, timeout=300, check=False

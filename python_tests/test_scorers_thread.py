@@ -9,7 +9,7 @@ from support.fake_engine import FakeEngine, random_script, rule_script, text_dra
 from kvcore.config import SearchConfig
 from kvcore.search import RandomScorer, Search, solve
 from kvcore.search.scorers import ScoreRequest
-from kvcore.search.scorers.base import ThreadBackend
+from kvcore.search.scorers.thread import ThreadScorer
 
 CONFIG = SearchConfig(n=2, max_steps=4, detector=None)
 
@@ -140,14 +140,16 @@ def test_numbers_of_other_libraries_are_scores():
 
 
 def test_a_forgotten_problems_scores_are_dropped():
-    backend = ThreadBackend(RandomScorer())
+    come = threading.Semaphore(0)
+    scorer = ThreadScorer(RandomScorer(), wake=come.release)
     got = []
-    backend.submit(0, [ScoreRequest("q", (), "a")], got.append)
-    backend.submit(1, [ScoreRequest("q", (), "a")], got.append)
-    backend.end(0)
-    while backend.busy:
-        backend.poll(timeout=1.0)
-    backend.close()
+    scorer.submit(0, [ScoreRequest("q", (), "a")], got.append)
+    scorer.submit(1, [ScoreRequest("q", (), "a")], got.append)
+    scorer.end(0)
+    while scorer.has_work:
+        assert come.acquire(timeout=30)
+        scorer.step()
+    scorer.close()
     assert len(got) == 1
 
 

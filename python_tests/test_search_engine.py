@@ -163,9 +163,9 @@ def test_both_models_hold_the_trajectory_after_every_commit():
 
     def look(event):
         if event.event == "step" and event.step < CONFIG.max_steps - 1 and event.finish != "eos":
-            trajectory = search._stepper.active[event.problem]
+            trajectory = search._rescue.active[event.problem]
             sides = trajectory.sides
-            held.append([s.port.engine.tokens(s.root) for s in sides.values()])
+            held.append([s.lease.port.tokens(s.root) for s in sides.values()])
             assert held[-1][0] == held[-1][1]
             assert held[-1][0][-len(event.tokens) :] == list(event.tokens)
             assert base.cache_len(sides["base"].root) < RKV.trigger + 1
@@ -240,5 +240,5 @@ def test_the_helper_may_have_more_tokens_than_max_tokens():
     config = dataclasses.replace(CONFIG, max_tokens=260, detector=None)
     base, helper = (Engine(make_model(seed=s), EngineConfig(max_seqs=16)) for s in (1, 2))
     search = Search(base, QUESTIONS[:1], scorer=RandomScorer(), helper=helper, config=config)
-    assert search._stepper._limit("base") == 260
-    assert search._stepper._limit("helper") == helper.context_len == 4096
+    assert search._rescue.limits.of("base") == 260
+    assert search._rescue.limits.of("helper") == helper.context_len == 4096

@@ -147,10 +147,10 @@ def test_both_models_hold_the_same_tokens_after_every_commit():
     def look(event):
         if event.event != "step":
             return
-        trajectory = search._stepper.active[event.problem]
+        trajectory = search._rescue.active[event.problem]
         told = list(f"q{event.problem}".encode()) + trajectory.token_ids
         for side in trajectory.sides.values():
-            held = side.port.engine.tokens(side.root)
+            held = side.lease.port.tokens(side.root)
             last = trajectory.steps[-1]
             ended = held + list(last.tokens) == told  # a last step may not be fed any more
             assert held == told or (ended and trajectory.kv_peak >= 0)

@@ -103,9 +103,9 @@ class TestTranslator:
 
         def look(event):
             if event.event == "step":
-                sides = search._stepper.active[event.problem].sides
+                sides = search._rescue.active[event.problem].sides
                 texts.append(
-                    [s.port.engine.text(s.port.engine.tokens(s.root)) for s in sides.values()]
+                    [s.lease.port.text(s.lease.port.tokens(s.root)) for s in sides.values()]
                 )
 
         search = Search(

@@ -15,7 +15,7 @@ from test_binding import run_python
 
 from kvcore import ops
 from kvcore.engine import Engine
-from kvcore.native import _C, follow_torch_threads
+from kvcore.native import _C, follow_torch_threads, set_threads
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +114,25 @@ def test_a_number_from_the_environment_is_kept():
     )
     assert run_python(program, KVCORE_NUM_THREADS="2") == "2"
     assert run_python(program, KVCORE_NUM_THREADS="") == "3"
+
+
+def test_torch_and_the_core_get_the_same_number_whatever_the_environment_says():
+    for threads in (3, 1, 2):
+        set_threads(threads)
+        assert (torch.get_num_threads(), _C.num_threads()) == (threads, threads)
+    program = (
+        "import torch; from kvcore.native import _C, follow_torch_threads, set_threads; "
+        "set_threads(3); follow_torch_threads(); print(_C.num_threads(), torch.get_num_threads())"
+    )
+    assert run_python(program, KVCORE_NUM_THREADS="2") == "3 3"
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1025, 2.0, True, None, "2"])
+def test_a_number_of_threads_that_cannot_be_changes_neither(bad: object):
+    set_threads(2)
+    with pytest.raises(ValueError, match=r"^threads: expected an integer"):
+        set_threads(bad)  # type: ignore[arg-type]
+    assert (torch.get_num_threads(), _C.num_threads()) == (2, 2)
 
 
 def test_following_changes_nothing_where_the_numbers_agree():

@@ -60,10 +60,13 @@ int64_t GzipBytes(const std::string& data) {
   return static_cast<int64_t>(size) - 6 + 18;
 }
 
-int64_t StepEnd(const std::string& text) {
-  for (size_t i = 0; i + 2 <= text.size(); ++i) {
-    if (text.substr(i, 2) == "\n\n" && !AllBlank(text.substr(0, i))) {
-      return static_cast<int64_t>(i) + 2;
+int64_t StepEnd(const std::string& text, const std::vector<std::string>& separators) {
+  for (size_t end = 1; end <= text.size(); ++end) {
+    for (const std::string& separator : separators) {
+      if (separator.size() > end) continue;
+      const size_t begin = end - separator.size();
+      if (text.substr(begin, separator.size()) != separator) continue;
+      if (!AllBlank(text.substr(0, begin))) return static_cast<int64_t>(end);
     }
   }
   return -1;

@@ -15,8 +15,8 @@ namespace kvcore::detect_oracle {
 // zlib's one-call compress at level 9, with gzip's frame in place of zlib's.
 int64_t GzipBytes(const std::string& data);
 
-// Byte offset behind the first "\n\n" that has something other than white space before it; -1.
-int64_t StepEnd(const std::string& text);
+// Smallest offset behind a separator that has something other than white space before it; -1.
+int64_t StepEnd(const std::string& text, const std::vector<std::string>& separators = {"\n\n"});
 
 bool EntropyFires(const std::vector<float>& entropies, const DetectorConfig& config,
                   double* mean);  // at the last token; *mean NaN before the guard

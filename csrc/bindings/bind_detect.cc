@@ -58,7 +58,12 @@ void BindMonitor(py::module_& m) {
            py::arg("repetition_max_pattern_size") = defaults.repetition_max_pattern_size,
            py::arg("repetition_min_count") = defaults.repetition_min_count,
            py::arg("repetition_min_tokens") = defaults.repetition_min_tokens)
-      .def("open", &CandidateMonitor::Open, py::arg("detect"))
+      .def(
+          "open",
+          [](CandidateMonitor& monitor, bool detect, const std::vector<py::bytes>& separators) {
+            return monitor.Open(detect, {separators.begin(), separators.end()});
+          },
+          py::arg("detect"), py::arg("separators") = std::vector<py::bytes>{py::bytes("\n\n")})
       .def("close", &CandidateMonitor::Close, py::arg("id"))
       .def("num_open", &CandidateMonitor::num_open)
       .def(

@@ -23,8 +23,8 @@ CandidateMonitor::CandidateMonitor(DetectorConfig config, std::shared_ptr<const 
   KV_CHECK(tokens_ != nullptr) << "token_bytes: expected a table, got none";
 }
 
-int64_t CandidateMonitor::Open(bool detect) {
-  auto candidate = std::make_unique<Candidate>();
+int64_t CandidateMonitor::Open(bool detect, std::vector<std::string> separators) {
+  auto candidate = std::make_unique<Candidate>(std::move(separators));
   if (detect) candidate->detector = std::make_unique<DegenerationDetector>(config_);
   const int64_t id = next_id_++;
   candidates_.emplace(id, std::move(candidate));

@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/tensor_view.h"
@@ -27,7 +28,8 @@ class CandidateMonitor {
   CandidateMonitor(DetectorConfig config, std::shared_ptr<const TokenBytes> tokens);
 
   // A new candidate without text. detect=false: only its text and step end are followed.
-  int64_t Open(bool detect);
+  // separators: what ends its step (see StepText). Throws Error if one is empty.
+  int64_t Open(bool detect, std::vector<std::string> separators = {"\n\n"});
   // Forgets the candidate. Throws Error if id is not open.
   void Close(int64_t id);
   int64_t num_open() const { return static_cast<int64_t>(candidates_.size()); }
@@ -48,7 +50,7 @@ class CandidateMonitor {
 
   // All of these throw Error if id is not open.
   const std::string& Text(int64_t id) const;  // bytes of all tokens, the whole last one included
-  int64_t StepEnd(int64_t id) const;          // byte offset behind the delimiter, or -1
+  int64_t StepEnd(int64_t id) const;          // byte offset behind the separator, or -1
   int64_t NumTokens(int64_t id) const;
   float MaxMeanEntropy(int64_t id) const;  // NaN if never tested
   double MinGzipRatio(int64_t id) const;   // over tested tokens; NaN if never tested
@@ -58,6 +60,8 @@ class CandidateMonitor {
 
  private:
   struct Candidate {
+    explicit Candidate(std::vector<std::string> separators) : text(std::move(separators)) {}
+
     StepText text;
     std::unique_ptr<DegenerationDetector> detector;  // null: not screened
     int64_t num_tokens = 0;

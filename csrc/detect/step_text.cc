@@ -1,6 +1,9 @@
 #include "detect/step_text.h"
 
 #include <algorithm>
+#include <utility>
+
+#include "base/check.h"
 
 namespace kvcore {
 namespace {
@@ -33,6 +36,12 @@ int64_t BlankLength(std::string_view text) {
 
 }  // namespace
 
+StepText::StepText(std::vector<std::string> separators) : separators_(std::move(separators)) {
+  for (const std::string& separator : separators_) {
+    KV_CHECK(!separator.empty()) << "separators: expected at least one byte each, got none";
+  }
+}
+
 void StepText::SkipBlank() {
   while (!has_content_ && blank_end_ < size()) {
     const int64_t length = BlankLength(std::string_view(bytes_).substr(blank_end_));
@@ -48,11 +57,15 @@ bool StepText::Append(std::string_view bytes) {
   if (step_end_ != kOpen) return false;
   SkipBlank();
   if (!has_content_) return false;
-  // The delimiter may begin with the last byte of the token before.
-  const size_t found = bytes_.find("\n\n", std::max(blank_end_, old_size - 1));
-  if (found == std::string::npos) return false;
-  step_end_ = static_cast<int64_t>(found) + 2;
-  return true;
+  for (const std::string& separator : separators_) {
+    // It may begin in the tokens before.
+    const int64_t length = static_cast<int64_t>(separator.size());
+    const size_t found = bytes_.find(separator, std::max(blank_end_ + 1, old_size - length + 1));
+    if (found == std::string::npos) continue;
+    const int64_t end = static_cast<int64_t>(found) + length;
+    step_end_ = step_end_ == kOpen ? end : std::min(step_end_, end);
+  }
+  return step_end_ != kOpen;
 }
 
 }  // namespace kvcore

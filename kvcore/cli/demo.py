@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 import transformers
 from rich import box
 from rich.console import Console
@@ -17,14 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcore import __version__
-from kvcore.cli.errors import Failure, bad_value_is
+from kvcore.cli.errors import Failure, UsageError, bad_value_is
 from kvcore.cli.output import make_console
-from kvcore.cli.report import write_result
 from kvcore.cli.screen import COLOURS
 from kvcore.demo.rows import TITLES, Row, Settings, load_models, recovered, run_row
 from kvcore.demo.settings import eviction_config
 from kvcore.demo.task import STEP_END, Problem
-from kvcore.native import _C
+from kvcore.files import write_json
+from kvcore.native import set_threads
 from kvcore.search import ProblemEnded, Solution, TraceEvent
 from kvcore.search.failures import told
 from kvcore.search.trace import TraceWriter
@@ -44,8 +43,8 @@ def run_demo(
 ) -> None:
     """Raises Failure if the embedded models are damaged, OSError if a file cannot be written."""
     if threads is not None:
-        torch.set_num_threads(threads)
-        _C.set_num_threads(threads)
+        with bad_value_is(UsageError):
+            set_threads(threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     console, output = make_console()
@@ -82,7 +81,7 @@ def run_demo(
     share = recovered(rows)
     if json_file is not None:
         result = {"rows": [row.to_json() for row in rows], "recovered": share}
-        write_result(json_file, {**result, "settings": asdict(settings)})
+        write_json(json_file, {**result, "settings": asdict(settings)})
     _print_table(console, rows, share)
     _print_example(console, chosen, rows, solutions)
     console.print(f"trace of KV-Rescue: {path}", markup=False, soft_wrap=True)

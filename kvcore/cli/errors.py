@@ -44,6 +44,7 @@ FLAGS: Mapping[str, str] = {
     "entropy_guard": "--entropy-guard",
     "gzip_threshold": "--gzip-threshold",
     "seed": "--seed",
+    "threads": "--threads",
     "dtype": "--dtype",
     "kv_bytes": "--kv-gb",
     "kv_blocks": "--kv-gb",

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +10,7 @@ from typing import Any
 
 from kvcore.eval.datasets import Problem
 from kvcore.eval.grading import answers_equal, extract_answer
+from kvcore.files import write_json
 from kvcore.search.failures import told
 from kvcore.search.results import Aborted, FinishReason, KvBytes, Solution, Tokens
 from kvcore.search.trace import finite
@@ -103,7 +101,7 @@ def solution_json(outcome: Outcome) -> dict[str, Any]:
     return plain
 
 
-def write_json(
+def write_outcomes(
     path: Path, outcomes: Sequence[Outcome], *, several: bool, run: Mapping[str, Any]
 ) -> None:
     """``several``: ``{"solutions": [...]}`` in the given order; else the one solution as itself.
@@ -112,25 +110,7 @@ def write_json(
     """
     objects = [solution_json(outcome) for outcome in outcomes]
     content = {"solutions": objects} if several else objects[0]
-    write_result(path, finite({**content, **run}))
-
-
-def write_result(path: Path, content: Any) -> None:
-    """``content`` as JSON; the file appears whole or not at all. Raises OSError."""
-    data = json.dumps(content, ensure_ascii=False, indent=2).encode("utf-8", errors="replace")
-    if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
-        path.write_bytes(data + b"\n")
-        return
-    target = Path(os.path.realpath(path))
-    # A name of its own: of two runs that write at once, the last one's file stands, whole.
-    part = target.with_name(f".kvcore-{secrets.token_hex(8)}.part")
-    try:
-        with open(part, "xb") as file:
-            file.write(data + b"\n")
-        os.replace(part, target)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    write_json(path, finite({**content, **run}))
 
 
 def format_bytes(count: float) -> str:

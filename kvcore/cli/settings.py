@@ -69,7 +69,7 @@ class Job:
             "template_args": dict(self.template_args),
             "dtype": self.dtype,
             "eviction": self.eviction.as_dict(),
-            "search": dataclasses.asdict(self.search),
+            "search": self.search.to_json(),
             "engine": dataclasses.asdict(self.engine),
         }
 

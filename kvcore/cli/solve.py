@@ -15,13 +15,13 @@ from rich.console import Console
 from kvcore import __version__
 from kvcore.cli.errors import Failure, UsageError, bad_value_is, in_flags
 from kvcore.cli.output import make_console, one_interrupt
-from kvcore.cli.report import Outcome, judged, not_started, summary_rows, write_json
+from kvcore.cli.report import Outcome, judged, not_started, summary_rows, write_outcomes
 from kvcore.cli.screen import Screen
 from kvcore.cli.settings import Job
 from kvcore.config import EngineConfig
 from kvcore.engine import Engine
 from kvcore.models import LoadedModel, load_model, load_prm
-from kvcore.native import _C
+from kvcore.native import set_threads
 from kvcore.search import DEFAULT_SYSTEM_PROMPT, Search, Solution, TraceEvent
 from kvcore.search.failures import told
 from kvcore.search.prompt import default_unless
@@ -69,8 +69,8 @@ class _Models:
 
 def _load(job: Job, console: Console) -> _Models:
     if job.threads is not None:
-        torch.set_num_threads(job.threads)
-        _C.set_num_threads(job.threads)
+        with bad_value_is(UsageError):
+            set_threads(job.threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with bad_value_is(Failure):
@@ -224,7 +224,7 @@ def _write(job: Job, outcomes: Sequence[Outcome]) -> Failure | None:
         },
     }
     try:
-        write_json(job.json, outcomes, several=len(job.questions) > 1, run=run)
+        write_outcomes(job.json, outcomes, several=len(job.questions) > 1, run=run)
     except OSError as error:
         return Failure(f"--json: cannot write {job.json}: {error.strerror or error}")
     return None

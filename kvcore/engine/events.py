@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvcore.config import INT32_MAX, SamplingParams, require, require_bool, require_int
+from kvcore.checks import INT32_MAX
+from kvcore.config import SamplingParams, as_separators, require, require_bool, require_int
 
 
 class Finish(enum.Enum):
     """Why a sequence stopped generating."""
 
-    STEP = "step"  # its text reached "\n\n" (the whole last token is kept)
+    STEP = "step"  # its text reached a separator (the whole last token is kept)
     EOS = "eos"
     LENGTH = "length"  # max_tokens, or the context is full
     ENTROPY = "entropy"  # the detector's entropy test fired
@@ -42,8 +43,10 @@ class GenerateSpec:
     Attributes:
         sampling: temperature and filters; its ``max_tokens`` bounds this generation.
         rng_key: u64; token i of this generation draws with counter i under this key.
-        stop_at_step: stop after the token whose bytes complete "\\n\\n".
+        stop_at_step: stop after the token whose bytes complete one of ``separators`` that does not
+            begin the text, white space aside.
         detect: run the engine's detector on this generation.
+        separators: as in ``SearchConfig``.
         top_logprobs: tell the log-probabilities of this many most likely tokens with every token.
     Raises:
         ValueError: a field of another type, or a key that is no u64.
@@ -53,6 +56,7 @@ class GenerateSpec:
     rng_key: int = 0
     stop_at_step: bool = False
     detect: bool = False
+    separators: tuple[bytes, ...] = (b"\n\n",)
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
@@ -61,6 +65,7 @@ class GenerateSpec:
         require_int(self.rng_key, "rng_key", 0, 2**64 - 1)
         require_bool(self.stop_at_step, "stop_at_step")
         require_bool(self.detect, "detect")
+        object.__setattr__(self, "separators", as_separators(self.separators))
         require_int(self.top_logprobs, "top_logprobs", 0, INT32_MAX)
 
 

@@ -47,7 +47,7 @@ class Generator:
 
     def open(self, spec: GenerateSpec) -> Generating:
         """Begin a generation. REQUIRES: ``check(spec)`` passes."""
-        return Generating(spec, self._monitor.open(spec.detect))
+        return Generating(spec, self._monitor.open(spec.detect, spec.separators))
 
     def close(self, generating: Generating) -> None:
         """Forget a generation; does nothing the second time."""

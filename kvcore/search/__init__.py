@@ -2,9 +2,11 @@
 
 from kvcore.search.best_of_n import best_of_n, best_of_n_config
 from kvcore.search.driver import Search, solve
+from kvcore.search.ports import ModelPort, WakingPort
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt
 from kvcore.search.results import (
     SCHEMA_VERSION,
+    CandidateCount,
     CandidateEnded,
     ProblemEnded,
     ProblemStarted,
@@ -22,14 +24,17 @@ from kvcore.search.scorers import (
     Scorer,
     ScoreRequest,
     ScorerError,
+    SearchScorer,
 )
 
 __all__ = [
     "DEFAULT_SYSTEM_PROMPT",
     "SCHEMA_VERSION",
+    "CandidateCount",
     "CandidateEnded",
     "EngineScorer",
     "LoglikScorer",
+    "ModelPort",
     "PrmScorer",
     "ProblemEnded",
     "ProblemStarted",
@@ -39,10 +44,12 @@ __all__ = [
     "Scorer",
     "ScorerError",
     "Search",
+    "SearchScorer",
     "Solution",
     "Step",
     "StepCommitted",
     "TraceEvent",
+    "WakingPort",
     "Warned",
     "best_of_n",
     "best_of_n_config",

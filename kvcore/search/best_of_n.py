@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcore.config import SearchConfig
 from kvcore.search.driver import solve
+from kvcore.search.ports import ModelPort
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt
 from kvcore.search.results import Solution, TraceEvent
-from kvcore.search.scorers.base import EngineScorer, Scorer
-
-if TYPE_CHECKING:
-    from kvcore.engine import Engine
+from kvcore.search.scorers.base import Scorer
 
 
 def best_of_n_config(config: SearchConfig) -> SearchConfig:
     """``config`` without helper and detector (KV-Rescue, experiment setup: N_h = 0)."""
-    return replace(config, n_helper=0, detector=None)
+    n = config.candidates(helper=False)[0]
+    return replace(config, n=n, n_helper=0, n_total=None, detector=None)
 
 
 def best_of_n(
-    engine: Engine,
+    engine: ModelPort,
     questions: Sequence[str | Prompt],
     *,
-    scorer: Scorer | EngineScorer,
+    scorer: Scorer | None = None,
     config: SearchConfig | None = None,
     system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
     template_args: Mapping[str, Any] | None = None,

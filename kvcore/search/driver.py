@@ -13,27 +13,19 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcore.config import SearchConfig, require, require_int
 from kvcore.policies.settings import eviction_notice
-from kvcore.search.ports import Ports
+from kvcore.search.failures import SearchFailed
+from kvcore.search.ports import ModelPort, Ports
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt, Translator, translator
 from kvcore.search.prompting import Prompting
+from kvcore.search.rescue import Rescue
 from kvcore.search.results import Solution, Source, TraceEvent, Warned
-from kvcore.search.scorers.base import (
-    EngineScorer,
-    Scorer,
-    ScorerContext,
-    open_scorer,
-    scorer_model,
-)
-from kvcore.search.stepper import Model, Stepper
-
-if TYPE_CHECKING:
-    from kvcore.engine import Engine
-
-_SCORER_WAIT = 0.5  # seconds between looks when only a scorer thread is at work
+from kvcore.search.scorers.base import Scorer, ScorerContext, SearchScorer
+from kvcore.search.scorers.thread import open_scorer
+from kvcore.search.trajectory import Model
 
 
 def _as_prompts(questions: Sequence[str | Prompt]) -> list[Prompt]:
@@ -53,7 +45,7 @@ def _as_prompts(questions: Sequence[str | Prompt]) -> list[Prompt]:
     return prompts
 
 
-def _check_engine(name: str, engine: Engine) -> None:
+def _check_model(name: str, engine: ModelPort) -> None:
     model = engine.model
     if model.has_head:
         raise ValueError(
@@ -67,10 +59,13 @@ class Search:
     """One search. ``run`` yields solutions in the order in which they finish.
 
     Args:
-        base: the model whose cache is bounded. Nobody else may step the engines during ``run``.
+        base: the model whose cache is bounded: an ``Engine``, or another ``ModelPort``. Nobody else
+            may step the models during ``run``.
         questions: problems; see ``Prompt``.
-        scorer: anything with a ``score`` method, or an engine scorer.
-        helper: full-context model (KV-Rescue); None is best-of-N.
+        scorer: anything with a ``score`` method. KV-Rescue takes a process reward model
+            (``PrmScorer``). May be None if a step has one candidate in all: nobody has to judge.
+        helper: full-context model (KV-Rescue); None is best-of-N. While one that works elsewhere
+            (``WakingPort``) keeps a problem waiting, the others go on.
         config: see ``SearchConfig``; ``n_helper=None`` means ``n`` with a helper and 0 without.
             Early exit uses the detector of ``base``, which must equal ``config.detector``; an
             engine made without one is lent ``config.detector`` for the time of ``run``.
@@ -91,11 +86,11 @@ class Search:
 
     def __init__(
         self,
-        base: Engine,
+        base: ModelPort,
         questions: Sequence[str | Prompt],
         *,
-        scorer: Scorer | EngineScorer,
-        helper: Engine | None = None,
+        scorer: Scorer | None = None,
+        helper: ModelPort | None = None,
         config: SearchConfig | None = None,
         system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
         template_args: Mapping[str, Any] | None = None,
@@ -111,20 +106,25 @@ class Search:
         self._config = config
         if max_in_flight is not None:
             require_int(max_in_flight, "max_in_flight", 1)
-        _check_engine("base", base)
+        _check_model("base", base)
         self._lends = self._check_detector(base, config)
-        n_helper = config.n_helper
         if helper is None:
-            require(not n_helper, "n_helper", "0 or None without a helper", n_helper)
+            given = config.n_helper
+            require(not given, "n_helper", "0 or None without a helper", given)
         else:
-            _check_engine("helper", helper)
+            _check_model("helper", helper)
             if helper.eviction.evicts:
                 raise ValueError(f"helper: expected a full cache, got {helper.eviction!r}")
-            n_helper = config.n if n_helper is None else n_helper
+        counts = config.candidates(helper=helper is not None)
+        if scorer is None and sum(counts) > 1:
+            raise ValueError(
+                f"scorer: expected one to choose among the {sum(counts)} candidates of a step (a "
+                "PrmScorer, or any object with a score method), got None"
+            )
         engines = {"base": base} if helper is None else {"base": base, "helper": helper}
         prompting = Prompting.of(
             {role: engine.model for role, engine in engines.items()},
-            scorer_model(scorer),
+            scorer.prompted_model() if isinstance(scorer, SearchScorer) else None,
             system_prompt,
             template_args or {},
             uses_template=any(prompt.text is None for prompt in self.prompts),
@@ -132,32 +132,31 @@ class Search:
         self.warnings += prompting.warnings
 
         self._ports = Ports()
-        models: dict[Source, Model] = {"base": Model(self._ports.get(base), config.n)}
+        models: dict[Source, Model] = {"base": Model(self._ports.get(base), counts[0])}
         translators: dict[tuple[Source, Source], Translator] = {}
         if helper is not None:
-            models["helper"] = Model(self._ports.get(helper), n_helper or 0)
+            models["helper"] = Model(self._ports.get(helper), counts[1])
             translators = self._make_translators(base, helper)
-        self._backend = open_scorer(
+        opened = open_scorer(
             scorer,
             ScorerContext(
                 self._ports,
-                base=models["base"].port,
-                helper=models["helper"].port if helper is not None else None,
+                base=models["base"].lease,
+                helper=models["helper"].lease if helper is not None else None,
                 system_prompt=prompting.system_prompt,
                 template_args=prompting.template_args,
             ),
         )
-        self.max_in_flight = max_in_flight or self._default_in_flight(models)
+        self.max_in_flight = max_in_flight or _default_in_flight(models, opened)
         self._waiting: deque[int] = deque(range(len(self.prompts)))
         self._unread: deque[Solution] = deque()
         self._started = False
-        self._stepper = Stepper(
+        self._rescue = Rescue(
             models,
             translators,
-            self._backend,
+            opened,
             config,
-            system_prompt=prompting.system_prompt,
-            template_args=prompting.template_args,
+            prompting,
             emit=self._emit,
             solved=self._on_solved,
         )
@@ -180,7 +179,7 @@ class Search:
         return self._run()
 
     def _run(self) -> Iterator[Solution]:
-        active = self._stepper.active
+        active = self._rescue.active
         fired = self._base.stats.evictions
         try:
             if self._lends:
@@ -190,12 +189,17 @@ class Search:
             while self._waiting or active or self._unread:
                 while self._waiting and len(active) < self.max_in_flight:
                     order = self._waiting.popleft()
-                    self._stepper.admit(order, self.prompts[order])
+                    self._rescue.admit(order, self.prompts[order])
                 while self._unread:
                     yield self._unread.popleft()
-                if active:
-                    self._advance()
+                if active and not self._ports.advance():
+                    keys = [trajectory.key for trajectory in active.values()]
+                    raise RuntimeError(
+                        f"search: no engine has work, yet problems {keys} are not solved"
+                    )
             self._tell_idle_eviction(fired)
+        except SearchFailed as failed:
+            raise failed.error from failed.error.__cause__
         finally:
             self._close()
 
@@ -205,18 +209,7 @@ class Search:
             if self._lends:
                 last_first.callback(setattr, self._base, "detector", None)
             last_first.callback(self._ports.close)
-            last_first.callback(self._backend.close)
-            self._stepper.interrupt()
-
-    def _advance(self) -> None:
-        """One step of every engine; waits only when a scorer thread is all there is to wait for."""
-        worked = self._ports.step()
-        if self._backend.poll() or worked:
-            return
-        if not self._backend.busy:
-            keys = [trajectory.key for trajectory in self._stepper.active.values()]
-            raise RuntimeError(f"search: no engine has work, yet problems {keys} are not solved")
-        self._backend.poll(timeout=_SCORER_WAIT)
+            self._rescue.interrupt()
 
     def _tell_idle_eviction(self, before: int) -> None:
         notice = eviction_notice(self._base.eviction, self._base.stats.evictions - before)
@@ -234,7 +227,7 @@ class Search:
         if self._on_event is not None:
             self._on_event(event)
 
-    def _check_detector(self, base: Engine, config: SearchConfig) -> bool:
+    def _check_detector(self, base: ModelPort, config: SearchConfig) -> bool:
         """Whether the engine has no detector and is lent the search's. Refuses one that differs."""
         own = base.detector
         if config.detector is not None and own is not None and own != config.detector:
@@ -246,7 +239,7 @@ class Search:
         return own is None and config.detector is not None
 
     def _make_translators(
-        self, base: Engine, helper: Engine
+        self, base: ModelPort, helper: ModelPort
     ) -> dict[tuple[Source, Source], Translator]:
         """Translators by (from, to). Warns if the models do not share a tokenizer."""
         there = translator(base.model, helper.model)
@@ -263,25 +256,26 @@ class Search:
             )
         return {("base", "helper"): there, ("helper", "base"): back}
 
-    def _default_in_flight(self, models: dict[Source, Model]) -> int:
-        """Problems whose sequences all find a row in their engines at once, at least 1."""
-        needs = [(model.port.engine, 1 + model.num_candidates) for model in models.values()]
-        counts = {source: model.num_candidates for source, model in models.items()}
-        scoring = self._backend.rows(counts["base"], counts.get("helper", 0))
-        if scoring is not None:
-            needs.append(scoring)
-        rows: dict[int, int] = {}
-        for engine, count in needs:
-            rows[id(engine)] = rows.get(id(engine), 0) + count
-        return max(1, min(engine.max_seqs // rows[id(engine)] for engine, _ in needs))
+
+def _default_in_flight(models: Mapping[Source, Model], scorer: SearchScorer) -> int:
+    """Problems whose sequences all find a row in their engines at once, at least 1."""
+    needs = [(model.lease.port, 1 + model.num_candidates) for model in models.values()]
+    counts = {source: model.num_candidates for source, model in models.items()}
+    scoring = scorer.rows(counts["base"], counts.get("helper", 0))
+    if scoring is not None:
+        needs.append(scoring)
+    rows: dict[int, int] = {}
+    for port, count in needs:
+        rows[id(port)] = rows.get(id(port), 0) + count
+    return max(1, min(port.max_seqs // rows[id(port)] for port, _ in needs))
 
 
 def solve(
-    base: Engine,
+    base: ModelPort,
     questions: Sequence[str | Prompt],
     *,
-    scorer: Scorer | EngineScorer,
-    helper: Engine | None = None,
+    scorer: Scorer | None = None,
+    helper: ModelPort | None = None,
     config: SearchConfig | None = None,
     system_prompt: str | None = DEFAULT_SYSTEM_PROMPT,
     template_args: Mapping[str, Any] | None = None,

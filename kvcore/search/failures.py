@@ -1,12 +1,30 @@
-"""What went wrong with one problem, in words. Never raises, whatever the exception is."""
+"""What went wrong with one problem, in words; the words never raise, whatever the exception is."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 
 
 class ProblemFailed(Exception):
     """One problem cannot go on; its text is the solution's ``error``."""
+
+
+class SearchFailed(BaseException):
+    """The receiver of events raised ``error``: no problem's failure, so nothing catches it but the
+    search itself, which ends.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class ScorerError(Exception):
+    """A scorer failed; says which and why. Ends the problem it was asked about."""
+
+    def __init__(self, scorer: str, reason: str) -> None:
+        super().__init__(f"scorer {scorer!r}: {reason}")
 
 
 def told(error: BaseException) -> str:
@@ -25,6 +43,15 @@ def shown(value: object) -> str:
     return f"an object of type {type(value).__name__}"
 
 
-def lone_surrogate(text: str) -> int | None:
-    """Place of the first character without a UTF-8 form (half of a surrogate pair), or None."""
-    return next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+@contextlib.contextmanager
+def named(who: str) -> Iterator[None]:
+    """An exception inside becomes a ProblemFailed that names ``who``."""
+    try:
+        yield
+    except ProblemFailed:
+        raise
+    except Exception as error:
+        # Errors of this library name argument, expected and got: their type adds nothing.
+        reason = str(error) if type(error) in (ValueError, ScorerError) else told(error)
+        reason = reason.removeprefix(f"{who}: ") or type(error).__name__
+        raise ProblemFailed(f"{who}: {reason}") from error

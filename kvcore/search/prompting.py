@@ -8,7 +8,8 @@ from typing import Any
 
 from kvcore.config import check_template_args
 from kvcore.models.templates import check_template, has_template, reads_argument
-from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, default_unless
+from kvcore.search.failures import ProblemFailed, named
+from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt, default_unless, prompt_ids
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,26 @@ class Prompting:
             what = "the system prompt and the question" if system else "the question"
             warnings.append(f"no chat template: {names} given {what} as plain text")
         return cls(system, dict(template_args), tuple(warnings))
+
+    def ids(self, role: str, tokenizer: Any, prompt: Prompt, limit: int) -> list[int]:
+        """The prompt of one model: 1 to ``limit - 1`` tokens. Raises ProblemFailed."""
+        text = prompt.question if prompt.text is None else prompt.text
+        place = _lone_surrogate(text) if isinstance(text, str) else None
+        if place is not None:
+            raise ProblemFailed(
+                "question: expected text that has a UTF-8 form, "
+                f"got the lone surrogate {text[place]!r} at {place}"
+            )
+        with named(f"question: no prompt for the {role} model"):
+            ids = prompt_ids(tokenizer, prompt, self.system_prompt, self.template_args)
+        if not 0 < len(ids) < limit:
+            raise ProblemFailed(
+                f"question: expected 1 to {limit - 1} prompt tokens for the {role} model, "
+                f"got {len(ids)}"
+            )
+        return ids
+
+
+def _lone_surrogate(text: str) -> int | None:
+    """Place of the first character without a UTF-8 form (half of a surrogate pair), or None."""
+    return next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)

@@ -16,7 +16,7 @@ Source = Literal["base", "helper"]
 FinishReason = Literal["eos", "max_steps", "max_tokens", "error", "interrupted"]
 
 # Why a committed step is not an ordinary choice; "" for all others.
-CAPPED = "capped"  # it reached max_new_tokens or the end of the context without a delimiter
+CAPPED = "capped"  # it reached max_new_tokens or the end of the context without a separator
 BLANK = "blank"  # no candidate had text, and this one was taken without asking the scorer
 ABORTED_PREFIX = "aborted_prefix"  # all candidates were degenerate: the tokens before one fired
 
@@ -48,7 +48,7 @@ class Step(_Json):
         index: which of that model's candidates.
         text: its text, special tokens excluded.
         tokens: its ids in the base vocabulary, an eos id included.
-        score: what the scorer said; None when it was not asked (see ``flag``).
+        score: what the scorer said; None when it was not asked (see ``flag``) or there is none.
         finish: value of ``kvcore.engine.events.Finish``.
         flag: "", "capped", "blank" or "aborted_prefix".
     """
@@ -98,6 +98,14 @@ class Aborted(_Json):
 
 
 @dataclass(frozen=True)
+class CandidateCount(_Json):
+    """Candidates that ended, whatever became of them, by model."""
+
+    base: int = 0
+    helper: int = 0
+
+
+@dataclass(frozen=True)
 class KvBytes(_Json):
     """Bytes of keys and values of the base model.
 
@@ -124,6 +132,7 @@ class Solution(_Json):
         evictions: base slots per lane that the committed trajectory no longer holds at the end.
         kv_bytes: of the base model, held and full.
         seconds: from its admission to its end.
+        candidates: how many ended.
     """
 
     problem: int
@@ -138,6 +147,12 @@ class Solution(_Json):
     evictions: int
     kv_bytes: KvBytes
     seconds: float
+    candidates: CandidateCount = CandidateCount()
+
+    @property
+    def early_exits(self) -> int:
+        """Base candidates that the detector ended, out of ``candidates.base``."""
+        return self.aborted.total - self.aborted.nan
 
 
 @dataclass(frozen=True)

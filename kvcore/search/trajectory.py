@@ -1,29 +1,57 @@
-"""One problem under way: both models' halves of its trajectory, its candidates, its books."""
+"""One problem under way: where it stands, both models' halves of its trajectory, its candidates."""
 
 from __future__ import annotations
 
+import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvcore.engine.events import Finish, Generation
-from kvcore.search.ports import EnginePort
+from kvcore.engine.events import Finish, GenerateSpec, Generation
+from kvcore.native import _C
+from kvcore.search.ports import Handler, Lease
 from kvcore.search.prompt import Prompt
-from kvcore.search.results import (
-    Aborted,
-    CandidateEnded,
-    FinishReason,
-    KvBytes,
-    Solution,
-    Source,
-    Step,
-    StepCommitted,
-    TokenCount,
-    Tokens,
-)
+from kvcore.search.results import Source, Step
 from kvcore.search.scorers.base import ScoreRequest
 
 SOURCES: tuple[Source, Source] = ("base", "helper")
+
+
+def candidate_key(seed: int, problem: int, step: int, source: Source, index: int) -> int:
+    """Key of one candidate's random numbers, u64."""
+    key = seed
+    for word in (problem, step, SOURCES.index(source), index):
+        key = _C.hash_key(key, word)
+    return key
+
+
+class State(enum.Enum):
+    """Where a trajectory stands."""
+
+    PLANTING = "planting"  # admitted; its roots are being made
+    FEEDING = "feeding"  # a root takes in the prompt or the last step; those that hold it propose
+    PROPOSING = "proposing"  # all roots hold the context; candidates decode
+    SCORING = "scoring"  # all candidates have ended; their scores are awaited
+    COMMITTING = "committing"  # a choice is made; it is becoming the next step
+    RETIRED = "retired"  # over, whatever was allocated
+
+
+_NEXT = {
+    State.PLANTING: (State.FEEDING, State.RETIRED),
+    State.FEEDING: (State.PROPOSING, State.RETIRED),
+    State.PROPOSING: (State.SCORING, State.COMMITTING, State.RETIRED),  # not all steps are scored
+    State.SCORING: (State.COMMITTING, State.RETIRED),
+    State.COMMITTING: (State.FEEDING, State.RETIRED),
+    State.RETIRED: (),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One of the search's models: its port and how many candidates it gives per step."""
+
+    lease: Lease
+    num_candidates: int
 
 
 @dataclass(eq=False)
@@ -80,63 +108,72 @@ class Side:
 
     Attributes:
         root: its sequence, which holds prompt and committed steps; its handle never changes.
-        length: tokens of the root, those being fed included.
-        ready: the root holds all of them, so candidates may start from it.
-        started: the present step's candidates have started.
-        holds_step: the root was given the last committed step by adopting a sequence.
+        length: tokens of the trajectory in this model's vocabulary, prompt included.
+        under_way: of these, tokens that the root was given and has not taken in.
         num_candidates: candidates per step.
     """
 
     source: Source
-    port: EnginePort
+    lease: Lease
     num_candidates: int
     root: int
     length: int
-    ready: bool = False
-    started: bool = False
-    holds_step: bool = True
+    under_way: int
     candidates: list[Candidate] = field(default_factory=list)
     generated: int = 0
     processed: int = 0
 
     @property
+    def ready(self) -> bool:
+        """The root can be forked."""
+        return self.under_way == 0
+
+    @property
     def done(self) -> bool:
         """The present step's candidates have all ended."""
-        return self.started and all(c.generation is not None for c in self.candidates)
+        started = len(self.candidates) == self.num_candidates
+        return started and all(c.generation is not None for c in self.candidates)
 
-    def close_step(self, winner: Candidate | None, claimed: int | None) -> None:
-        """Ends a step: the root goes on as ``winner``'s sequence or as ``claimed``.
+    def propose(
+        self, specs: Sequence[GenerateSpec], handler: Callable[[Candidate], Handler]
+    ) -> None:
+        """Forks a candidate per spec from the root."""
+        self.candidates = [Candidate(self.source, i) for i in range(len(specs))]
+        if not specs:
+            return
+        children = self.lease.fork(self.root, specs, [handler(c) for c in self.candidates])
+        for candidate, seq in zip(self.candidates, children, strict=True):
+            candidate.seq = seq
 
-        All other candidates are freed. With neither the root stays what it was, and ``feed`` gives
-        it the step.
+    def close_step(self, heir: int | None, step_len: int) -> None:
+        """Ends a step of ``step_len`` tokens: the root goes on as ``heir`` if there is one, else
+        ``feed`` gives it the step. All other candidates are freed.
         """
-        heir = claimed if winner is None else winner.seq
         for candidate in self.candidates:
-            if candidate is not winner:
+            if candidate.seq != heir:
                 self.release_candidate(candidate)
         if heir is not None:
-            self.port.adopt(self.root, heir)
+            self.lease.adopt(self.root, heir)
         self.generated += sum(candidate.seen for candidate in self.candidates)
         self.candidates = []
-        self.started = False
-        self.holds_step = heir is not None
+        self.length += step_len
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """Gives the root the step that was just closed, unless it holds it already."""
-        if tokens and not self.holds_step:
-            self.port.extend(self.root, tokens)
-            self.ready = False
+        """Gives the root the step that was just closed."""
+        if tokens:
+            self.lease.extend(self.root, tokens)
+            self.under_way = len(tokens)
             self.processed += len(tokens)
 
     def release(self) -> None:
         """Gives everything back, children first."""
         for candidate in self.candidates:
             self.release_candidate(candidate)
-        self.port.release(self.root)
+        self.lease.release(self.root)
 
     def release_candidate(self, candidate: Candidate) -> None:
         if candidate.seq is not None:
-            self.port.release(candidate.seq)
+            self.lease.release(candidate.seq)
             candidate.seq = None
 
 
@@ -147,29 +184,39 @@ class Trajectory:
     Attributes:
         order: place in the list of questions.
         key: names the problem in events and keys its random numbers.
+        told_steps: steps whose events were sent: a step's is due once all models hold it.
         base_length: base tokens, prompt included; counts the last step even when it is not fed.
         offered: the candidates that the scorer was asked about, in the order of the requests.
-        untold: the last step's event is due once all models hold it.
+        ended: candidates that ended, by model.
+        aborted: of them, those that degenerated, by finish.
         evictions: base slots per lane that the trajectory no longer holds.
     """
 
     order: int
     key: int
     prompt: Prompt
+    state: State = State.PLANTING
     sides: dict[Source, Side] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     text: bytes = b""
+    told_steps: int = 0
     base_length: int = 0
     offered: list[Candidate] = field(default_factory=list)
-    scoring: bool = False
-    retired: bool = False
-    untold: bool = False
+    ended: dict[Source, int] = field(default_factory=dict)
     aborted: dict[str, int] = field(default_factory=dict)
     kv_peak: int = 0
     evictions: int = 0
     scorer_tokens: int = 0
     started_at: float = field(default_factory=time.perf_counter)
+
+    def enter(self, state: State) -> None:
+        """Goes from one state to the next. Raises RuntimeError if that is none that may follow."""
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(
+                f"internal: problem {self.key} cannot go from {self.state.value} to {state.value}"
+            )
+        self.state = state
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -192,9 +239,7 @@ class Trajectory:
         self.token_ids.extend(step.tokens)
         self.text += data
         self.base_length += len(step.tokens)
-        self.scoring = False
         self.offered = []
-        self.untold = True
 
     def request(
         self,
@@ -219,12 +264,23 @@ class Trajectory:
             data=data,
         )
 
-    def count_abort(self, finish: Finish) -> None:
-        self.aborted[finish.value] = self.aborted.get(finish.value, 0) + 1
+    def book(self, side: Side, candidate: Candidate, ended: Generation) -> None:
+        """Books a candidate that is complete. A degenerate one gives its blocks back at once."""
+        assert candidate.seq is not None
+        candidate.generation = ended
+        candidate.seen = len(ended.tokens)
+        candidate.cache_slots = side.lease.port.cache_len(candidate.seq)
+        candidate.kv_bytes = side.lease.port.kv_bytes(candidate.seq)
+        self.ended[side.source] = self.ended.get(side.source, 0) + 1
+        if side.source == "base":
+            self.kv_peak = max(self.kv_peak, candidate.kv_bytes)
+        if candidate.aborted:
+            self.aborted[ended.finish.value] = self.aborted.get(ended.finish.value, 0) + 1
+            side.release_candidate(candidate)
 
     def note_footprint(self, seq: int) -> None:
         """Looks at the blocks that a base sequence holds now."""
-        self.kv_peak = max(self.kv_peak, self.sides["base"].port.engine.kv_bytes(seq))
+        self.kv_peak = max(self.kv_peak, self.sides["base"].lease.port.kv_bytes(seq))
 
     def note_base_cache(self) -> None:
         """Looks at the base root, while it holds all that it was given."""
@@ -232,82 +288,7 @@ class Trajectory:
         if side is None or not side.ready:
             return
         self.note_footprint(side.root)
-        held = side.port.engine.cache_len(side.root)
+        held = side.lease.port.cache_len(side.root)
         if held > 0:  # else it lost its place to others and will be fed again
             # The last token of a sequence is not in the cache yet.
-            self.evictions = len(side.port.engine.tokens(side.root)) - 1 - held
-
-    def step_event(self) -> StepCommitted:
-        """The trace event of the last step, with the caches as they are now."""
-        step = self.steps[-1]
-        slots, sizes = {"helper": 0}, {"helper": 0}
-        for source, side in self.sides.items():
-            slots[source] = side.port.engine.cache_len(side.root)
-            sizes[source] = side.port.engine.kv_bytes(side.root)
-        return StepCommitted(
-            problem=self.key,
-            step=len(self.steps) - 1,
-            source=step.source,
-            index=step.index,
-            tokens=step.tokens,
-            text=step.text,
-            score=step.score,
-            finish=step.finish,
-            flag=step.flag,
-            context=self.base_length,
-            base_slots=slots["base"],
-            base_bytes=sizes["base"],
-            helper_slots=slots["helper"],
-            helper_bytes=sizes["helper"],
-            evictions=self.evictions,
-        )
-
-    def candidate_event(self, candidate: Candidate, *, chosen: bool) -> CandidateEnded:
-        """The trace event of a candidate that ended."""
-        ended = candidate.ended
-        return CandidateEnded(
-            problem=self.key,
-            step=len(self.steps),
-            source=candidate.source,
-            index=candidate.index,
-            tokens=tuple(ended.tokens),
-            text=candidate.text,
-            score=candidate.score,
-            chosen=chosen,
-            aborted=candidate.aborted,
-            finish=ended.finish.value,
-            fired_at=ended.fired_at,
-            max_entropy=ended.max_entropy,
-            min_gzip_ratio=ended.min_gzip_ratio,
-            mean_logprob=ended.mean_logprob,
-            n_tokens=len(ended.tokens),
-            cache_slots=candidate.cache_slots,
-            kv_bytes=candidate.kv_bytes,
-        )
-
-    def solution(self, finish: FinishReason, error: str | None, bytes_per_token: int) -> Solution:
-        """What there is, with the tokens of unfinished candidates counted."""
-        counts = {
-            source: TokenCount(
-                side.generated + sum(c.seen for c in side.candidates), side.processed
-            )
-            for source, side in self.sides.items()
-        }
-        return Solution(
-            problem=self.key,
-            question=self.prompt.question,
-            text=self.text.decode("utf-8", errors="replace"),
-            token_ids=tuple(self.token_ids),
-            steps=tuple(self.steps),
-            tokens=Tokens(
-                base=counts.get("base", TokenCount()),
-                helper=counts.get("helper", TokenCount()),
-                scorer=TokenCount(0, self.scorer_tokens),
-            ),
-            aborted=Aborted(**self.aborted),
-            finish=finish,
-            error=error,
-            evictions=self.evictions,
-            kv_bytes=KvBytes(peak=self.kv_peak, full=self.base_length * bytes_per_token),
-            seconds=time.perf_counter() - self.started_at,
-        )
+            self.evictions = len(side.lease.port.tokens(side.root)) - 1 - held

@@ -22,7 +22,7 @@ from kvcore.config import (
     pyramid_budgets,
 )
 from kvcore.engine import Engine, FeedOutput, GenerateSpec, StepEvent
-from kvcore.native import _C
+from kvcore.native import set_threads
 from kvcore.policies import available
 from support.engine_tools import run, seeded
 from support.exact_model import make_exact_model
@@ -336,8 +336,7 @@ def fuzz(seed: int, changes: int, *, interrupts: bool = True) -> dict[str, int]:
 
     Sets the threads of torch and of the core to one: the work is too small for more.
     """
-    torch.set_num_threads(1)
-    _C.set_num_threads(1)
+    set_threads(1)
     one = EngineFuzz(seed, interrupts=interrupts)
     for i in range(changes):
         one.change()

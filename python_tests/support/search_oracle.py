@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from kvcore.config import SearchConfig
 from kvcore.engine.events import Finish, GenerateSpec
-from kvcore.search.stepper import candidate_key
+from kvcore.search.trajectory import candidate_key
 from support.fake_engine import EOS, Draft, head_logits, logprob
 
 ABORTS = (Finish.ENTROPY, Finish.GZIP, Finish.REPETITION)

@@ -20,6 +20,7 @@ from kvcore.demo.train.metrics import (
 )
 from kvcore.demo.train.plan import Plan
 from kvcore.demo.train.reward import RewardMetrics
+from kvcore.files import write_whole
 
 CARD = "README.md"
 MODELS = ("base", "helper", "prm")
@@ -119,7 +120,7 @@ def write_card(plan: Plan, out: Path, labelled: Sequence[Labelled], reward: Rewa
         ),
         reward=reward,
     )
-    (out / CARD).write_text(text)
+    write_whole(out / CARD, text)
 
 
 def _millions(folder: Path) -> str:

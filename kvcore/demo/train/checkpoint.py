@@ -5,13 +5,14 @@ A file appears whole or not at all, so a killed training finds its last complete
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+
+from kvcore.files import replacing
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -30,10 +31,9 @@ def save_state(
         tensors[f"model.{name}"] = parameter.detach()
         for moment in _MOMENTS:
             tensors[f"{moment}.{name}"] = optimizer.state[parameter][moment]
-    part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, part, metadata={"step": str(step), "recipe": recipe})
-    os.replace(part, path)
+    with replacing(path) as part:
+        save_file(tensors, part, metadata={"step": str(step), "recipe": recipe})
 
 
 def load_state(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, recipe: str) -> int:

@@ -8,7 +8,6 @@ model sees what comes after a mistake.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +18,7 @@ from kvcore.config import EvictionConfig, SearchConfig
 from kvcore.demo.settings import MAX_TOKENS, SAMPLING, engine_config
 from kvcore.demo.task import Problem, problems
 from kvcore.engine import Engine
+from kvcore.files import write_whole
 from kvcore.models import LoadedModel
 from kvcore.search import Prompt, ScoreRequest, Search
 
@@ -98,9 +98,7 @@ def write_labels(path: Path, labelled: Sequence[Labelled]) -> None:
     lines = [
         json.dumps({"question": x.question, "steps": x.steps, "right": x.right}) for x in labelled
     ]
-    part = path.with_name(path.name + ".part")
-    part.write_text("\n".join(lines) + "\n")
-    os.replace(part, path)
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def read_labels(path: Path) -> list[Labelled]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from queue import Empty
 from typing import Any
 
-import torch
 import transformers
 
 from kvcore.config import EvictionConfig
@@ -23,13 +22,12 @@ from kvcore.demo.train.plan import Plan
 from kvcore.demo.train.reward import train_reward_model
 from kvcore.demo.weights import write_manifest
 from kvcore.models import load_model
-from kvcore.native import _C
+from kvcore.native import set_threads
 
 
 def _quieten(threads: int) -> None:
     """Thread count, and no progress bars but ours."""
-    torch.set_num_threads(threads)
-    _C.set_num_threads(threads)
+    set_threads(threads)
     transformers.utils.logging.disable_progress_bar()
 
 

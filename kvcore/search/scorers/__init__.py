@@ -1,6 +1,7 @@
 """Scorers: what decides between candidate steps."""
 
-from kvcore.search.scorers.base import EngineScorer, Scorer, ScoreRequest, ScorerError
+from kvcore.search.failures import ScorerError
+from kvcore.search.scorers.base import EngineScorer, Scorer, ScoreRequest, SearchScorer
 from kvcore.search.scorers.loglik import LoglikScorer
 from kvcore.search.scorers.prm import PrmScorer
 from kvcore.search.scorers.random import RandomScorer
@@ -13,4 +14,5 @@ __all__ = [
     "ScoreRequest",
     "Scorer",
     "ScorerError",
+    "SearchScorer",
 ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -21,14 +21,10 @@ from kvcore.config import require
 from kvcore.engine.events import FeedOutput
 from kvcore.models.templates import check_template, has_template, head_ids
 from kvcore.models.text_ids import encode_text
-from kvcore.search.ports import EnginePort
+from kvcore.search.ports import Lease, ModelFacts, ModelPort
 from kvcore.search.prompt import DEFAULT_SYSTEM_PROMPT, Prompt
-from kvcore.search.scorers.base import EngineScorer, Score, ScorerContext, ScoreRequest
-from kvcore.search.scorers.tree import TreeBackend
-
-if TYPE_CHECKING:
-    from kvcore.engine import Engine
-    from kvcore.models import LoadedModel
+from kvcore.search.scorers.base import Score, ScorerContext, ScoreRequest
+from kvcore.search.scorers.tree import TreeScorer
 
 SEPARATOR = "<extra_0>"
 Mode = Literal["extra0", "newline_last"]
@@ -70,7 +66,7 @@ def step_ids(tokenizer: Any, text: str, separator: int | None) -> list[int]:
     return [*encode_text(tokenizer, text.strip()), separator]
 
 
-class PrmScorer(EngineScorer):
+class PrmScorer(TreeScorer):
     """Scores steps with a process reward model.
 
     Args:
@@ -85,10 +81,12 @@ class PrmScorer(EngineScorer):
     """
 
     name = "prm"
+    output = FeedOutput.HEAD
+    reserve = 1  # the separator
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ModelPort,
         *,
         mode: Mode = "extra0",
         system_prompt: str = DEFAULT_SYSTEM_PROMPT,
@@ -105,31 +103,21 @@ class PrmScorer(EngineScorer):
         self.separator = separator_id(engine.model.tokenizer) if mode == "extra0" else None
         self.system_prompt = system_prompt
 
-    def prompted_model(self) -> LoadedModel:
+    def prompted_model(self) -> ModelFacts:
         return self.engine.model
 
-    def open(self, context: ScorerContext) -> PrmBackend:
-        return PrmBackend(self, context.ports.get(self.engine), context)
+    def lease(self, context: ScorerContext) -> Lease:
+        return context.ports.get(self.engine)
 
-
-class PrmBackend(TreeBackend):
-    """A PRM at work in one search."""
-
-    output = FeedOutput.HEAD
-    reserve = 1  # the separator
-
-    def __init__(self, scorer: PrmScorer, port: EnginePort, context: ScorerContext) -> None:
-        super().__init__(scorer.name, port)
-        self._scorer = scorer
-        self._tokenizer = scorer.engine.model.tokenizer
+    def settle(self, context: ScorerContext) -> None:
+        self._tokenizer = self.engine.model.tokenizer
         self._template_args = context.template_args
-        self._system_prompt: str | None = scorer.system_prompt
+        self._system_prompt: str | None = self.system_prompt
         if not has_template(self._tokenizer):
-            own = scorer.system_prompt
-            self._system_prompt = context.system_prompt_for(own, self._tokenizer)
+            self._system_prompt = context.system_prompt_for(self.system_prompt, self._tokenizer)
         check_template(
             "scorer",
-            scorer.engine.model,
+            self.engine.model,
             self._system_prompt,
             self._template_args,
             answer=True,
@@ -143,11 +131,11 @@ class PrmBackend(TreeBackend):
             self._tokenizer, prompt.question, self._system_prompt, self._template_args
         )
         for text in prefix:
-            ids += step_ids(self._tokenizer, text, self._scorer.separator)
+            ids += step_ids(self._tokenizer, text, self.separator)
         self.plant(problem, ids)
 
     def ids(self, step: ScoreRequest) -> list[int]:
-        return step_ids(self._tokenizer, step.text, self._scorer.separator)
+        return step_ids(self._tokenizer, step.text, self.separator)
 
     def read(self, values: torch.Tensor) -> Score:
         negative, positive = (float(x) for x in values.flatten().tolist())

@@ -5,21 +5,25 @@ Only a candidate's own tokens are fed when it is scored; the root then becomes t
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvcore.engine.events import FeedOutput, StepEvent
-from kvcore.search.failures import told
-from kvcore.search.ports import EnginePort, Handler
-from kvcore.search.scorers.base import OVERFLOW, Backend, Done, Score, ScoreRequest, ScorerError
-
-if TYPE_CHECKING:
-    from kvcore.engine import Engine
+from kvcore.search.failures import ScorerError, told
+from kvcore.search.ports import Handler, Lease, ModelPort
+from kvcore.search.scorers.base import (
+    OVERFLOW,
+    Done,
+    Score,
+    ScorerContext,
+    ScoreRequest,
+    SearchScorer,
+)
 
 
 @dataclass
@@ -50,16 +54,33 @@ class Tree:
     failure: str | None = None
 
 
-class TreeBackend(Backend, ABC):
-    """Common part of scorers that read values of teacher-forced candidates."""
+class TreeScorer(SearchScorer, ABC):
+    """Common part of scorers that read values of teacher-forced candidates.
+
+    Attributes:
+        output: which values.
+        reserve: tokens that a candidate costs beyond its own.
+    """
 
     output: FeedOutput
-    reserve: int  # tokens that a candidate costs beyond its own
+    reserve: int
+    _lease: Lease
+    _trees: dict[int, Tree]
 
-    def __init__(self, name: str, port: EnginePort) -> None:
-        self.name = name
-        self._port = port
-        self._trees: dict[int, Tree] = {}
+    def open(self, context: ScorerContext) -> TreeScorer:
+        opened = copy.copy(self)
+        opened._lease = opened.lease(context)
+        opened._trees = {}
+        opened.settle(context)
+        return opened
+
+    @abstractmethod
+    def lease(self, context: ScorerContext) -> Lease:
+        """The model that candidates are fed to. Raises ValueError if the search has none."""
+
+    @abstractmethod
+    def settle(self, context: ScorerContext) -> None:
+        """Decides how questions are put, once the lease is there. Raises ValueError."""
 
     @abstractmethod
     def ids(self, step: ScoreRequest) -> list[int]:
@@ -73,15 +94,15 @@ class TreeBackend(Backend, ABC):
         """The score of a candidate that needs no forward."""
         return None
 
-    def rows(self, num_base: int, num_helper: int) -> tuple[Engine, int] | None:
-        return self._port.engine, 1 + num_base + num_helper
+    def rows(self, num_base: int, num_helper: int) -> tuple[ModelPort, int] | None:
+        return self._lease.port, 1 + num_base + num_helper
 
     def plant(self, problem: int, ids: Sequence[int]) -> None:
         """Starts an own root. Raises ValueError if it does not fit."""
-        limit = self._port.engine.context_len
+        limit = self._lease.port.context_len
         if len(ids) >= limit:
             raise ValueError(f"scorer {self.name!r}: prompt has {len(ids)} tokens, limit {limit}")
-        root = self._port.add(ids, self._root_handler(problem))
+        root = self._lease.add(ids, self._root_handler(problem))
         self._trees[problem] = Tree(root, True, len(ids), False, len(ids))
 
     def plant_on(self, problem: int, root: int) -> None:
@@ -92,7 +113,7 @@ class TreeBackend(Backend, ABC):
         tree = self._trees[problem]
         if not tree.owned:
             return None
-        return self._port.engine.context_len - tree.length - self.reserve
+        return self._lease.port.context_len - tree.length - self.reserve
 
     def submit(self, problem: int, requests: Sequence[ScoreRequest], done: Done) -> None:
         tree = self._trees[problem]
@@ -121,16 +142,16 @@ class TreeBackend(Backend, ABC):
             return
         if chosen is not None:
             assert finished is not None and index is not None
-            self._port.adopt(tree.root, chosen)
+            self._lease.adopt(tree.root, chosen)
             tree.length += len(finished.tokens[index])
             return
         ids = self.ids(step)
         tree.length += len(ids)
         # A step that does not fit ends the problem: room() has told the search.
-        if ids and tree.length <= self._port.engine.context_len:
+        if ids and tree.length <= self._lease.port.context_len:
             tree.processed += len(ids)
             tree.ready = False
-            self._port.extend(tree.root, ids)
+            self._lease.extend(tree.root, ids)
 
     def end(self, problem: int) -> None:
         tree = self._trees.pop(problem, None)
@@ -139,7 +160,7 @@ class TreeBackend(Backend, ABC):
         if tree.round is not None:
             self._release(tree.round)
         if tree.owned:
-            self._port.release(tree.root)
+            self._lease.release(tree.root)
 
     def processed(self, problem: int) -> int:
         tree = self._trees.get(problem)
@@ -157,7 +178,7 @@ class TreeBackend(Backend, ABC):
         self._finish_if_complete(tree)
 
     def _feed_candidates(self, problem: int, tree: Tree, current: Round) -> None:
-        limit = self._port.engine.context_len
+        limit = self._lease.port.context_len
         for i, request in enumerate(current.requests):
             current.scores[i] = self.known(request)
             if current.scores[i] is None:
@@ -170,11 +191,11 @@ class TreeBackend(Backend, ABC):
                     current.tokens[i] = ids
         if current.tokens:
             handlers = [self._child_handler(problem, tree, i) for i in current.tokens]
-            children = self._port.fork(tree.root, [None] * len(handlers), handlers)
+            children = self._lease.fork(tree.root, [None] * len(handlers), handlers)
             for (i, ids), child in zip(current.tokens.items(), children, strict=True):
                 current.children[i] = child
                 tree.processed += len(ids)
-                self._port.extend(child, ids, self.output)
+                self._lease.extend(child, ids, self.output)
 
     def _root_handler(self, problem: int) -> Handler:
         def handle(event: StepEvent) -> None:
@@ -222,5 +243,5 @@ class TreeBackend(Backend, ABC):
 
     def _release(self, finished: Round) -> None:
         for child in finished.children.values():
-            self._port.release(child)
+            self._lease.release(child)
         finished.children.clear()
