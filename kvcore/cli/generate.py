@@ -187,15 +187,13 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 
 def _run(job: Job) -> None:
     """Generates and tells. Raises Failure, or KeyboardInterrupt with what there was."""
-    import torch
     import transformers
 
     from kvcore.engine import Engine
-    from kvcore.native import _C
+    from kvcore.native import set_threads
 
     if job.threads is not None:
-        torch.set_num_threads(job.threads)
-        _C.set_num_threads(job.threads)
+        set_threads(job.threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     out = SafeOutput(sys.stdout)
