@@ -65,9 +65,10 @@ def test_names_are_those_of_their_modules():
 
 
 def public_members(kind: type) -> list[tuple[str, object]]:
+    members = [(name, inspect.getattr_static(kind, name)) for name in dir(kind)]
     return [
         (name, member)
-        for name, member in inspect.getmembers_static(kind)
+        for name, member in members
         if not name.startswith("_") and getattr(member, "__module__", "kvcore").startswith("kvcore")
     ]
 
