@@ -208,6 +208,7 @@ def sample_tokens(
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
+    min_p: Tensor,
     rng_key: Tensor,
     rng_counter: Tensor,
     token: Tensor,

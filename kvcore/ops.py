@@ -236,6 +236,7 @@ def sample_tokens(
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
+    min_p: Tensor,
     rng_key: Tensor,
     rng_counter: Tensor,
     vocab: int,
@@ -243,7 +244,7 @@ def sample_tokens(
     """Draw one token per row of ``logits`` [rows, columns] and measure the raw distribution.
 
     Args:
-        temperature, top_p: f32 [rows]; top_k: i32 [rows], 0 = off.
+        temperature, top_p, min_p: f32 [rows]; top_k: i32 [rows]; 0 = off for min_p and top_k.
         rng_key, rng_counter: i64 [rows]; the draw is a pure function of both.
         vocab: ids at or above are never sampled nor counted in the entropy.
     Source: csrc/ops/sample_tokens.h.
@@ -258,6 +259,7 @@ def sample_tokens(
         temperature,
         top_k,
         top_p,
+        min_p,
         rng_key,
         rng_counter,
         token,

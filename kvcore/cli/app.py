@@ -10,6 +10,8 @@ import typer
 from kvcore import __version__
 from kvcore.cli.errors import UsageError, bad_value_is, run_command
 from kvcore.cli.eviction import EvictionFlags, with_eviction
+from kvcore.cli.generate import generate
+from kvcore.cli.logs import LEVELS, show_logs
 from kvcore.cli.settings import (
     Job,
     at_least,
@@ -38,7 +40,6 @@ app = typer.Typer(
     name="kvcore",
     help="Reasoning models with a KV cache of fixed size, without losing their accuracy.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -59,8 +60,15 @@ def _options(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
+    log_level: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(LEVELS), help="Show on standard error what is logged."),
+    ] = None,
 ) -> None:
-    pass
+    show_logs(log_level)
+
+
+app.command()(generate)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from kvcore.cli.errors import Failure, UsageError, bad_value_is
 from kvcore.config import EngineConfig, check_template_args
 from kvcore.demo import weights
 from kvcore.eval import Problem, Run, ScorerSpec, load_problems
+from kvcore.models.sources import UnreachableModel, is_hub_id, resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +35,25 @@ class Job(Run):
 
 
 def model_directory(path: Path, flag: str) -> Path:
-    """``path`` if it looks like a checkpoint directory, or that of an embedded ``demo:`` model.
+    """The checkpoint directory that ``path`` names: itself, an embedded ``demo:`` model's, or that
+    of a hub model, which may be downloaded.
 
     Raises:
-        UsageError: it does not, or there is no such embedded model.
-        Failure: a file of the embedded model is missing or damaged.
+        UsageError: it does not look like one, or there is no such embedded model.
+        Failure: a file of the embedded model is missing or damaged, or the hub model cannot be had.
     """
     kind, separator, name = str(path).partition(":")
     if separator and kind == "demo":
         return _demo_directory(name, flag)
-    if not path.is_dir():
-        what = "a file" if path.exists() else "nothing there"
-        raise UsageError(f"{flag}: expected a model directory, got {str(path)!r} ({what})")
-    if not (path / "config.json").is_file():
+    try:
+        folder = resolve(path, flag)
+    except UnreachableModel as error:
+        raise Failure(str(error)) from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not (folder / "config.json").is_file():
         raise UsageError(f"{flag}: expected a model directory, got {str(path)!r} (no config.json)")
-    return path
+    return folder
 
 
 def _demo_directory(name: str, flag: str) -> Path:
@@ -69,7 +74,7 @@ def parse_scorer(text: str) -> ScorerSpec:
         return ScorerSpec("prm", model_directory(Path(text), "--scorer"))
     if separator and kind == "prm":
         return ScorerSpec("prm", model_directory(Path(path), "--scorer"))
-    if not Path(text).exists():
+    if not Path(text).exists() and not is_hub_id(text):
         raise UsageError(
             f"--scorer: expected loglik, random, prm:DIR or a model directory, got {text!r}"
         )
@@ -121,12 +126,15 @@ def output_path(path: Path | None, flag: str) -> Path | None:
 
 def engine_config(*, max_seqs: int, max_tokens: int, kv_gb: float) -> EngineConfig:
     """Size of each engine. ``kv_gb`` is in GiB."""
+    with bad_value_is(UsageError):
+        return EngineConfig(max_seqs=max_seqs, context_len=max_tokens, kv_bytes=kv_bytes(kv_gb))
+
+
+def kv_bytes(kv_gb: float) -> int:
+    """``--kv-gb`` in bytes. Raises ``UsageError``."""
     if not 0 < kv_gb < 2**30:  # also false for NaN
         raise UsageError(f"--kv-gb: expected a number > 0, got {kv_gb}")
-    with bad_value_is(UsageError):
-        return EngineConfig(
-            max_seqs=max_seqs, context_len=max_tokens, kv_bytes=max(1, int(kv_gb * 2**30))
-        )
+    return max(1, int(kv_gb * 2**30))
 
 
 def one_of(value: str | None, names: Sequence[str], flag: str) -> str | None:
