@@ -99,7 +99,7 @@ def test_output_shows_steps_answer_and_summary_without_colours(
     assert "answer: 42\n" in out
     assert "2 (base 1, helper 1)" in out
     assert "base 30, helper 20, scorer read 60" in out
-    assert "10 (entropy 1, gzip 2, repetition 3, nan 4); early exit ends 15.0%" in out
+    assert "10 (entropy 1, gzip 2, repetition 3, nan 4); early exit ends 15% of candidates" in out
     assert "2 KiB" in out and "8 KiB" in out and "25%" in out
     assert "never fired" not in out
 

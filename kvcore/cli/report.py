@@ -65,7 +65,7 @@ def _aborted_text(records: Sequence[Record]) -> str:
     fired = [f"{name} {count}" for name, count in counts.items() if count]
     text = f"{sum(counts.values())}" + (f" ({', '.join(fired)})" if fired else "")
     share = early_exit_share(records)
-    return text if share is None else f"{text}; early exit ends {share:.1%} of base candidates"
+    return text if share is None else f"{text}; early exit ends {share:.0%} of candidates"
 
 
 def summary_rows(records: Sequence[Record], seconds: float) -> list[tuple[str, str]]:

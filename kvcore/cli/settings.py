@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvcore.cli.errors import Failure, UsageError, bad_value_is
-from kvcore.config import EngineConfig, check_template_args
+from kvcore.config import EngineConfig, SearchConfig, as_separators, check_template_args
 from kvcore.demo import weights
 from kvcore.eval import Problem, Run, ScorerSpec, load_problems
+from kvcore.eval.runs import PRM_READS, PrmRead
 from kvcore.models.sources import UnreachableModel, is_hub_id, resolve
 
 
@@ -79,6 +81,61 @@ def parse_scorer(text: str) -> ScorerSpec:
             f"--scorer: expected loglik, random, prm:DIR or a model directory, got {text!r}"
         )
     return ScorerSpec("prm", model_directory(Path(text), "--scorer"))
+
+
+def scorer_for(text: str | None, read: str | None, candidates: int) -> ScorerSpec | None:
+    """What chooses among the ``candidates`` of a step; None if there is no choice to make.
+
+    Args:
+        text: of ``--scorer``.
+        read: of ``--prm-read``; None takes the default.
+    """
+    one_of(read, PRM_READS, "--prm-read")
+    scorer = None if text is None else parse_scorer(text)
+    if read is not None and (scorer is None or scorer.kind != "prm"):
+        raise UsageError(
+            f"--prm-read: expected only with a process reward model, got --scorer {scorer}"
+        )
+    if scorer is None and candidates > 1:
+        raise UsageError(
+            f"--scorer: expected what chooses among the {candidates} candidates of a step: prm:DIR "
+            "(a process reward model, as in the paper), loglik (likelihood under the helper, which "
+            "is a weak judge) or random, got none"
+        )
+    return scorer if scorer is None or read is None else replace(scorer, read=cast(PrmRead, read))
+
+
+_ESCAPES = {"n": b"\n", "r": b"\r", "t": b"\t", "\\": b"\\"}
+_ESCAPE = re.compile(r"\\(?:([nrt\\])|x([0-9a-fA-F]{2})|(.?))", re.DOTALL)
+
+
+def parse_separators(texts: Sequence[str]) -> tuple[bytes, ...]:
+    """Bytes of ``--separator`` texts; none is the default. Understands ``\\n``, ``\\r``, ``\\t``,
+    ``\\\\`` and ``\\xNN``.
+    """
+    if not texts:
+        return SearchConfig().separators
+    found = []
+    for text in texts:
+        data, at = b"", 0
+        for escape in _ESCAPE.finditer(text):
+            simple, byte, other = escape.groups()
+            if other is not None:
+                raise UsageError(
+                    "--separator: expected \\n, \\r, \\t, \\xNN or \\\\ after a backslash, "
+                    f"got {text!r}"
+                )
+            data += _utf8(text[at : escape.start()])
+            data += _ESCAPES[simple] if simple else bytes.fromhex(byte)
+            at = escape.end()
+        found.append(data + _utf8(text[at:]))
+    with bad_value_is(UsageError):
+        return as_separators(found)
+
+
+def _utf8(text: str) -> bytes:
+    """The bytes that stood on the command line, also where they are no UTF-8."""
+    return text.encode("utf-8", errors="surrogateescape")
 
 
 def read_questions(questions: Sequence[str], file: Path | None) -> tuple[Problem, ...]:

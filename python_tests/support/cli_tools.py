@@ -72,8 +72,12 @@ RESULT_KEYS = {
 }
 
 
-def run(*args: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+def run(*args: str | Path, scorer: str | None = "random") -> Result:
+    """One command. ``solve`` gets ``scorer``, unless it is None or ``args`` have a later one."""
+    given = [str(arg) for arg in args]
+    if given[:1] == ["solve"] and scorer is not None:
+        given[1:1] = ["--scorer", scorer]
+    return CliRunner().invoke(app, given)
 
 
 def make_model_dir(parent: Path) -> Path:
