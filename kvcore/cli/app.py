@@ -10,8 +10,9 @@ import typer
 from kvcore import __version__
 from kvcore.cli.errors import UsageError, bad_value_is, run_command
 from kvcore.cli.eviction import EvictionFlags, with_eviction
+from kvcore.cli.generate import generate
+from kvcore.cli.logs import LEVELS, show_logs
 from kvcore.cli.settings import (
-    PRM_READS,
     Job,
     at_least,
     engine_config,
@@ -30,6 +31,7 @@ from kvcore.config import (
     SearchConfig,
 )
 from kvcore.demo import settings as demo_settings
+from kvcore.eval.runs import PRM_READS
 
 _SAMPLING = SamplingParams()
 _DETECTOR = DetectorConfig()
@@ -40,7 +42,6 @@ app = typer.Typer(
     name="kvcore",
     help="Reasoning models with a KV cache of fixed size, without losing their accuracy.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -61,8 +62,15 @@ def _options(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
+    log_level: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(LEVELS), help="Show on standard error what is logged."),
+    ] = None,
 ) -> None:
-    pass
+    show_logs(log_level)
+
+
+app.command()(generate)
 
 
 @app.command()
@@ -262,6 +270,7 @@ def solve(
         return Job(
             base=model_directory(base, "--base"),
             helper=None if helper is None else model_directory(helper, "--helper"),
+            method="best-of-n" if helper is None else "rescue",
             problems=read_questions(question or (), questions),
             eviction=eviction.config(seed=seed),
             search=search,
