@@ -195,11 +195,20 @@ def select_slots(
     stream: int = 0,
 ) -> None: ...
 def copy_blocks(store: KvStore, src: Tensor, dst: Tensor, stream: int = 0) -> None: ...
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    gated: bool = False,
+    stream: int = 0,
+) -> None: ...
 def sample_tokens(
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
+    min_p: Tensor,
     rng_key: Tensor,
     rng_counter: Tensor,
     token: Tensor,
