@@ -166,7 +166,9 @@ TEST_P(LinearTest, ANumberThatIsNotFiniteStaysInItsRow) {
       finite += std::isfinite(after.Get({1, i}));
     }
     // silu(-inf) * finite is 0 or NaN; nothing else may look like a number.
-    if (std::isnan(bad) || !layer.gated) EXPECT_EQ(finite, 0) << bad;
+    if (std::isnan(bad) || !layer.gated) {
+      EXPECT_EQ(finite, 0) << bad;
+    }
   }
 }
 
