@@ -15,9 +15,14 @@ from torch import Tensor
 from kvcore.checks import require
 from kvcore.native import _C
 
-BLOCK_SLOTS = 16
+BLOCK_SLOTS = _C.BLOCK_SLOTS  # slots of one block
 LINEAR_PANEL = 16  # outputs of a packed linear layer that lie together
 _KEY_SCORES = {"norm": 0, "difference": 1}  # KeyScore of csrc/ops/score_keys.h
+
+
+def blocks_for(slots: int) -> int:
+    """Blocks that hold ``slots`` slots of one lane."""
+    return -(-slots // BLOCK_SLOTS)
 
 
 @dataclass(frozen=True)
@@ -231,6 +236,7 @@ def sample_tokens(
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
+    min_p: Tensor,
     rng_key: Tensor,
     rng_counter: Tensor,
     vocab: int,
@@ -238,7 +244,7 @@ def sample_tokens(
     """Draw one token per row of ``logits`` [rows, columns] and measure the raw distribution.
 
     Args:
-        temperature, top_p: f32 [rows]; top_k: i32 [rows], 0 = off.
+        temperature, top_p, min_p: f32 [rows]; top_k: i32 [rows]; 0 = off for min_p and top_k.
         rng_key, rng_counter: i64 [rows]; the draw is a pure function of both.
         vocab: ids at or above are never sampled nor counted in the entropy.
     Source: csrc/ops/sample_tokens.h.
@@ -253,6 +259,7 @@ def sample_tokens(
         temperature,
         top_k,
         top_p,
+        min_p,
         rng_key,
         rng_counter,
         token,
