@@ -23,6 +23,7 @@ struct Filter {
   float temperature = 1;
   int32_t top_k = 0;
   float top_p = 1;
+  float min_p = 0;
 };
 
 struct Draws {
@@ -36,13 +37,15 @@ Draws Sample(const OwnedTensor& logits, int64_t vocab, const std::vector<Filter>
   const TensorView view = logits.view();
   const int64_t rows = view.shape[0];
   OwnedTensor temperature(DType::kF32, {rows}), top_k(DType::kI32, {rows}),
-      top_p(DType::kF32, {rows}), rng_key(DType::kI64, {rows}), counter(DType::kI64, {rows}),
-      token(DType::kI64, {rows}), entropy(DType::kF32, {rows}), logprob(DType::kF32, {rows});
+      top_p(DType::kF32, {rows}), min_p(DType::kF32, {rows}), rng_key(DType::kI64, {rows}),
+      counter(DType::kI64, {rows}), token(DType::kI64, {rows}), entropy(DType::kF32, {rows}),
+      logprob(DType::kF32, {rows});
   for (int64_t r = 0; r < rows; ++r) {
     const Filter& f = filters[static_cast<size_t>(r) % filters.size()];
     temperature.Set({r}, f.temperature);
     top_k.Set({r}, f.top_k);
     top_p.Set({r}, f.top_p);
+    min_p.Set({r}, f.min_p);
     rng_key.Set({r}, static_cast<double>(key));
     counter.Set({r}, static_cast<double>(r));
   }
@@ -53,6 +56,7 @@ Draws Sample(const OwnedTensor& logits, int64_t vocab, const std::vector<Filter>
   p.temperature = temperature.view();
   p.top_k = top_k.view();
   p.top_p = top_p.view();
+  p.min_p = min_p.view();
   p.rng_key = rng_key.view();
   p.rng_counter = counter.view();
   p.token = token.view();
@@ -87,7 +91,7 @@ void ExpectOracle(DType dtype, const std::vector<double>& logits, const Filter& 
   OwnedTensor one(dtype, {1, vocab});
   for (int64_t id = 0; id < vocab; ++id) one.SetAt(id, logits[static_cast<size_t>(id)]);
   const std::vector<double> rounded = Row(one, 0, vocab);
-  const SampleOracleResult want = SampleOracle(rounded, f.temperature, f.top_k, f.top_p);
+  const SampleOracleResult want = SampleOracle(rounded, f.temperature, f.top_k, f.top_p, f.min_p);
   OwnedTensor table(dtype, {draws, vocab}, {0, 1});  // every row is the same memory
   for (int64_t id = 0; id < vocab; ++id) table.SetAt(id, rounded[static_cast<size_t>(id)]);
 
@@ -129,9 +133,25 @@ INSTANTIATE_TEST_SUITE_P(All, SampleTokensTest,
                                   DTypeName(std::get<1>(info.param));
                          });
 
-const Filter kFilters[] = {{1, 0, 1},        {0, 0, 1},       {0, 20, 0.5f},     {0.7f, 20, 0.8f},
-                           {0.6f, 0, 0.95f}, {1.5f, 0, 0.5f}, {1, 1, 1},         {1, 5, 1},
-                           {1, 0, 1e-6f},    {2, 300, 0.9f},  {0.3f, 1000000, 1}};
+const Filter kFilters[] = {{1, 0, 1},
+                           {0, 0, 1},
+                           {0, 20, 0.5f},
+                           {0.7f, 20, 0.8f},
+                           {0.6f, 0, 0.95f},
+                           {1.5f, 0, 0.5f},
+                           {1, 1, 1},
+                           {1, 5, 1},
+                           {1, 0, 1e-6f},
+                           {2, 300, 0.9f},
+                           {0.3f, 1000000, 1},
+                           {1, 0, 1, 0.1f},
+                           {0.7f, 20, 0.8f, 0.05f},
+                           {2, 0, 0.9f, 0.3f},
+                           {1.5f, 3, 1, 1},
+                           {0, 0, 1, 0.5f},
+                           {1, 0, 1, 1e-6f},
+                           {0.6f, 0, 0.95f, 1e-30f},
+                           {3, 0, 1, 0.7f}};
 
 TEST_P(SampleTokensTest, EqualsTheOracleForEveryVocabulary) {
   for (int64_t vocab : {1, 2, 16, 127, 128, 129, 1000, 3001})
@@ -140,7 +160,7 @@ TEST_P(SampleTokensTest, EqualsTheOracleForEveryVocabulary) {
       for (const Filter& f : kFilters) {
         SCOPED_TRACE("vocab " + std::to_string(vocab) + " scale " + std::to_string(scale) + " T " +
                      std::to_string(f.temperature) + " k " + std::to_string(f.top_k) + " p " +
-                     std::to_string(f.top_p));
+                     std::to_string(f.top_p) + " min p " + std::to_string(f.min_p));
         ExpectOracle(dtype_, logits, f, 40);
       }
     }
@@ -149,7 +169,8 @@ TEST_P(SampleTokensTest, EqualsTheOracleForEveryVocabulary) {
 TEST_P(SampleTokensTest, EqualsTheOracleForALargeVocabulary) {
   for (double scale : {0.1, 2.0}) {
     const std::vector<double> logits = Normal(152064, scale, 5);
-    for (const Filter& f : {Filter{1, 0, 1}, Filter{0.7f, 20, 0.8f}, Filter{0.6f, 0, 0.95f}}) {
+    for (const Filter& f : {Filter{1, 0, 1}, Filter{0.7f, 20, 0.8f}, Filter{0.6f, 0, 0.95f},
+                            Filter{1, 0, 1, 0.02f}, Filter{1, 0, 0.9f, 0.3f}}) {
       SCOPED_TRACE("scale " + std::to_string(scale) + " T " + std::to_string(f.temperature));
       ExpectOracle(dtype_, logits, f, 6);
     }
@@ -162,6 +183,8 @@ TEST_P(SampleTokensTest, EqualLogitsGoToTheLowerId) {
   for (const Filter& f : {Filter{0, 0, 1}, Filter{1, 2, 1}, Filter{1, 3, 0.5f}, Filter{1, 0, 1},
                           Filter{0.2f, 0, 0.6f}, Filter{1, 6, 1}})
     ExpectOracle(dtype_, logits, f, 60);
+  ExpectOracle(dtype_, logits, {1, 0, 1, 1}, 60);  // min-p keeps all equals of the largest
+  ExpectOracle(dtype_, logits, {1, 3, 1, 1}, 60);
   ExpectOracle(dtype_, std::vector<double>(700, 0.25), {0, 0, 1}, 2);
   ExpectOracle(dtype_, std::vector<double>(700, 0.25), {1, 0, 0.3f}, 60);
 }
@@ -185,7 +208,7 @@ TEST_P(SampleTokensTest, VocabularyWithTokensAtMinusInfinityEqualsTheOneWithoutT
   const double entropy = SampleOracle(Row(dense, 0, 71), 1, 0, 1).entropy;
   for (const Filter& f : {Filter{1, 0, 1}, Filter{0, 0, 1}, Filter{1, 400, 1}, Filter{100, 0, 1},
                           Filter{100, 0, 0.99f}, Filter{3e38f, 0, 1}, Filter{3e38f, 400, 1},
-                          Filter{3e38f, 0, 0.99f}}) {
+                          Filter{3e38f, 0, 0.99f}, Filter{3e38f, 0, 1, 0.5f}}) {
     SCOPED_TRACE("T " + std::to_string(f.temperature) + " k " + std::to_string(f.top_k) + " p " +
                  std::to_string(f.top_p));
     const Draws got = Sample(sparse, vocab, {f}, 78), want = Sample(dense, 71, {f}, 78);
@@ -226,6 +249,7 @@ TEST_P(SampleTokensTest, ExtremeTemperaturesApproachGreedyAndUniform) {
     ExpectOracle(dtype_, logits, {t, 0, 1}, 100);
     ExpectOracle(dtype_, logits, {t, 10, 1}, 100);
     ExpectOracle(dtype_, logits, {t, 0, 0.9f}, 100);
+    ExpectOracle(dtype_, logits, {t, 0, 1, 0.9f}, 100);
   }
 }
 
@@ -277,10 +301,11 @@ TEST_P(SampleTokensTest, IdsPastVocabAndRowPaddingAreNeverRead) {
 TEST_P(SampleTokensTest, DrawsFollowTheDistribution) {
   const int64_t draws = 20000;
   const std::vector<double> logits = {0.5, -1, 2, 1.5, 0, 0, 1, -2, 0.25, 1.75, -0.5, 0.75};
-  for (const Filter& f : {Filter{1, 0, 1}, Filter{0.7f, 6, 1}, Filter{1.3f, 0, 0.8f}}) {
+  for (const Filter& f :
+       {Filter{1, 0, 1}, Filter{0.7f, 6, 1}, Filter{1.3f, 0, 0.8f}, Filter{1.3f, 0, 1, 0.2f}}) {
     OwnedTensor table(dtype_, {draws, 12}, {0, 1});
     for (int64_t id = 0; id < 12; ++id) table.SetAt(id, logits[static_cast<size_t>(id)]);
-    const SampleOracleResult want = SampleOracle(logits, f.temperature, f.top_k, f.top_p);
+    const SampleOracleResult want = SampleOracle(logits, f.temperature, f.top_k, f.top_p, f.min_p);
     std::vector<double> count(12, 0.0);
     for (int64_t token : Sample(table, 12, {f}, 12345).token) ++count[static_cast<size_t>(token)];
     double chi2 = 0, inside = 0;
@@ -328,6 +353,9 @@ TEST(SampleTokensErrors, NameTheArgument) {
   EXPECT_EQ(error({.top_p = 0}, 10), "top_p[1]:");
   EXPECT_EQ(error({.top_p = 1.01f}, 10), "top_p[1]:");
   EXPECT_EQ(error({.top_p = std::nanf("")}, 10), "top_p[1]:");
+  EXPECT_EQ(error({.min_p = -0.1f}, 10), "min_p[1]:");
+  EXPECT_EQ(error({.min_p = 1.01f}, 10), "min_p[1]:");
+  EXPECT_EQ(error({.min_p = std::nanf("")}, 10), "min_p[1]:");
   EXPECT_EQ(error({}, 0), "vocab: ex");
   EXPECT_EQ(error({}, 11), "vocab: ex");
 }

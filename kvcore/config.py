@@ -34,33 +34,90 @@ __all__ = [
 ]
 
 _CANDIDATES = 8  # of each model per step; KV-Rescue, appendix C
-_MAX_DETECTOR_TOKENS = 2**20  # what the detector keeps of every candidate
+# Most that the detector keeps of a candidate; csrc/detect/degeneration_detector.h says the same.
+MAX_DETECTOR_TOKENS = 2**20
+MAX_GZIP_WINDOW = 2**15  # bytes: what deflate looks back
 
 
-@dataclass(frozen=True)
+class _Carried(int):
+    """A number of tokens that nobody has given here: a default, or carried over by ``replace``."""
+
+
+_MAX_TOKENS = _Carried(512)
+
+
+@dataclass(frozen=True, init=False)
 class SamplingParams:
     """How tokens are drawn (defaults: KV-Rescue, experiment setup).
+
+    Filters apply in vLLM's order: repetition penalty, temperature, min-p, top-k, top-p. Entropies
+    and log-probabilities that are reported stay those of the raw distribution.
 
     Attributes:
         temperature: 0 means greedy; at most 3.4e38 and otherwise at least 1.4e-45, the float32
             range.
-        top_p: in (0, 1], at least 1.4e-45.
+        top_p: in (0, 1], at least 1.4e-45; 1 means off.
         top_k: 0 means off; at most 2**31 - 1.
-        max_new_tokens: at most this many tokens for one ``generate`` call or one candidate step.
+        max_new_tokens: at most this many tokens for one generation or one candidate step. Also
+            given and read as ``max_tokens``, its name in vLLM.
+        min_p: in [0, 1]; tokens less likely than this times the likeliest are not drawn; 0 is off.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of the tokens
+            that the sequence has, prompt included; a positive float32, 1 is off.
+    Raises:
+        ValueError: a value outside its range, or ``max_tokens`` and ``max_new_tokens`` that differ.
     """
 
-    temperature: float = 0.8
-    top_p: float = 0.95
-    top_k: int = 20
-    max_new_tokens: int = 512
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    min_p: float
+    repetition_penalty: float
 
-    def __post_init__(self) -> None:
-        ok = is_float32(self.temperature) and self.temperature >= 0
-        require(ok, "temperature", "0 or a number in [1.4e-45, 3.4e38]", self.temperature)
-        ok = is_float32(self.top_p) and 0 < self.top_p <= 1
-        require(ok, "top_p", "a number in (0, 1], at least 1.4e-45", self.top_p)
-        require_int(self.top_k, "top_k", 0, INT32_MAX)
-        require_int(self.max_new_tokens, "max_new_tokens", 1, INT32_MAX)
+    def __init__(
+        self,
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        top_k: int = 20,
+        max_new_tokens: int = _MAX_TOKENS,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        *,
+        max_tokens: int = _MAX_TOKENS,
+    ) -> None:
+        ok = is_float32(temperature) and temperature >= 0
+        require(ok, "temperature", "0 or a number in [1.4e-45, 3.4e38]", temperature)
+        ok = is_float32(top_p) and 0 < top_p <= 1
+        require(ok, "top_p", "a number in (0, 1], at least 1.4e-45", top_p)
+        require_int(top_k, "top_k", 0, INT32_MAX)
+        ok = is_float32(min_p) and 0 <= min_p <= 1
+        require(ok, "min_p", "0 or a number in [1.4e-45, 1]", min_p)
+        ok = is_float32(repetition_penalty) and repetition_penalty > 0
+        require(ok, "repetition_penalty", "a number in [1.4e-45, 3.4e38]", repetition_penalty)
+        given = [
+            (name, value)
+            for name, value in (("max_tokens", max_tokens), ("max_new_tokens", max_new_tokens))
+            if not isinstance(value, _Carried)
+        ]
+        for name, value in given:
+            require_int(value, name, 1, INT32_MAX)
+        same = len({value for _, value in given}) <= 1
+        require(same, "max_tokens", f"the same as max_new_tokens ({max_new_tokens})", max_tokens)
+        values = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "max_new_tokens": _Carried(given[0][1] if given else max_new_tokens),
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+        }
+        for field_name, setting in values.items():
+            object.__setattr__(self, field_name, setting)
+
+    @property
+    def max_tokens(self) -> int:
+        """``max_new_tokens``."""
+        return self.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -97,19 +154,20 @@ class DetectorConfig:
         ok = is_float32(self.entropy_threshold) and self.entropy_threshold > 0
         expected = "a number > 0 that float32 holds"
         require(ok, "entropy_threshold", expected, self.entropy_threshold)
-        require_int(self.entropy_window, "entropy_window", 1, _MAX_DETECTOR_TOKENS)
-        require_int(self.entropy_guard, "entropy_guard", 1, _MAX_DETECTOR_TOKENS)
+        require_int(self.entropy_window, "entropy_window", 1, MAX_DETECTOR_TOKENS)
+        require_int(self.entropy_guard, "entropy_guard", 1, MAX_DETECTOR_TOKENS)
         ok = is_number(self.gzip_threshold) and 0 < self.gzip_threshold < 1
         require(ok, "gzip_threshold", "a number in (0, 1)", self.gzip_threshold)
-        require_int(self.gzip_window, "gzip_window", 32, 32768)
+        require_int(self.gzip_window, "gzip_window", 32, MAX_GZIP_WINDOW)
         require_int(
-            self.repetition_max_pattern_size, "repetition_max_pattern_size", 1, _MAX_DETECTOR_TOKENS
+            self.repetition_max_pattern_size, "repetition_max_pattern_size", 1, MAX_DETECTOR_TOKENS
         )
-        require_int(self.repetition_min_count, "repetition_min_count", 2, _MAX_DETECTOR_TOKENS)
-        require_int(self.repetition_min_tokens, "repetition_min_tokens", 1, _MAX_DETECTOR_TOKENS)
+        require_int(self.repetition_min_count, "repetition_min_count", 2, MAX_DETECTOR_TOKENS)
+        require_int(self.repetition_min_tokens, "repetition_min_tokens", 1, MAX_DETECTOR_TOKENS)
 
     @property
     def active(self) -> bool:
+        """Whether any test is on."""
         return self.entropy or self.gzip or self.repetition
 
 

@@ -15,8 +15,14 @@ from torch import Tensor
 from kvcore.checks import require
 from kvcore.native import _C
 
-BLOCK_SLOTS = 16
+BLOCK_SLOTS = _C.BLOCK_SLOTS  # slots of one block
+LINEAR_PANEL = 16  # outputs of a packed linear layer that lie together
 _KEY_SCORES = {"norm": 0, "difference": 1}  # KeyScore of csrc/ops/score_keys.h
+
+
+def blocks_for(slots: int) -> int:
+    """Blocks that hold ``slots`` slots of one lane."""
+    return -(-slots // BLOCK_SLOTS)
 
 
 @dataclass(frozen=True)
@@ -198,6 +204,21 @@ def select_slots(
     return drop, drop_count
 
 
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, *, gated: bool = False
+) -> Tensor:
+    """``x`` [rows, inputs] through packed ``weight`` [panels, inputs, 16]: f32 [rows, outputs].
+
+    Args:
+        x: f32; weight: f32 or bf16; bias: f32 [panels, 16] or None.
+        gated: even panels are gates of the odd ones: silu(gate) * up.
+    Source: csrc/ops/linear.h. Weights are packed by ``kvcore.models.prepack``.
+    """
+    out = torch.empty((len(x), outputs), dtype=torch.float32)
+    _C.linear(x, weight, bias, out, gated)
+    return out
+
+
 @dataclass(frozen=True)
 class Samples:
     """Tokens drawn: i64 [rows] (-1: no finite distribution), entropy and logprob f32 [rows],
@@ -215,6 +236,7 @@ def sample_tokens(
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
+    min_p: Tensor,
     rng_key: Tensor,
     rng_counter: Tensor,
     vocab: int,
@@ -222,7 +244,7 @@ def sample_tokens(
     """Draw one token per row of ``logits`` [rows, columns] and measure the raw distribution.
 
     Args:
-        temperature, top_p: f32 [rows]; top_k: i32 [rows], 0 = off.
+        temperature, top_p, min_p: f32 [rows]; top_k: i32 [rows]; 0 = off for min_p and top_k.
         rng_key, rng_counter: i64 [rows]; the draw is a pure function of both.
         vocab: ids at or above are never sampled nor counted in the entropy.
     Source: csrc/ops/sample_tokens.h.
@@ -237,6 +259,7 @@ def sample_tokens(
         temperature,
         top_k,
         top_p,
+        min_p,
         rng_key,
         rng_counter,
         token,

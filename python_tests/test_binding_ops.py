@@ -140,6 +140,7 @@ def test_sample_tokens_greedy_takes_the_best_below_vocab(way: bool) -> None:
         temperature=torch.zeros(2),
         top_k=torch.zeros(2, dtype=torch.int32),
         top_p=torch.ones(2),
+        min_p=torch.zeros(2),
         rng_key=torch.zeros(2, dtype=torch.int64),
         rng_counter=torch.zeros(2, dtype=torch.int64),
         token=token,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,6 +96,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSearch]:
         (["--scorer", "best"], "--scorer: expected loglik, random, prm:DIR or a model directory"),
         (["--scorer", "prm:/no/such"], "--scorer: expected a model directory, got '/no/such'"),
         (["--scorer", "prm:"], "--scorer: expected a model directory"),
+        (["--prm-read", "extra0"], "--prm-read: expected only with a process reward model, got"),
+        (["--prm-read", "first"], "--prm-read: expected one of extra0, newline_last, got 'first'"),
+        (["--separator", ""], "--separator: expected texts or bytes that are not empty"),
+        (["--separator", "\\q"], "--separator: expected \\n, \\r, \\t, \\xNN or \\\\ after a"),
+        (["--separator", "\\"], "--separator: expected \\n, \\r, \\t, \\xNN or \\\\ after a"),
+        (["--n-total", "0"], "--n-total: expected an integer >= 1, got 0"),
+        (["--n-total", "4", "-n", "2"], "-n: expected nothing beside --n-total, got 2"),
+        (["--n-total", "4", "--n-helper", "2"], "--n-helper: expected nothing beside n_total"),
         (["--helper", "/no/such"], "--helper: expected a model directory, got '/no/such'"),
         (["--question", ""], "--question: expected some text, got ''"),
         (["--question", " \n"], "--question: expected some text"),
@@ -217,7 +226,6 @@ def test_defaults_are_those_of_the_library(job_of: Callable[..., Job]) -> None:
     assert job.search == replace(SearchConfig(), detector=None)
     assert job.engine == replace(EngineConfig(), context_len=SearchConfig().max_tokens)
     assert (job.helper, job.system_prompt, job.dtype, job.threads) == (None, None, None, None)
-    assert str(job.scorer) == "loglik"
     assert job.questions == ("q?",)
 
 
@@ -259,6 +267,32 @@ def test_every_flag_reaches_its_setting(job_of: Callable[..., Job], model_dir: P
     assert job.engine == EngineConfig(max_seqs=9, context_len=500, kv_bytes=2**29)
     assert (job.dtype, job.threads, job.system_prompt) == ("float32", 1, "think")
     assert (job.helper, job.scorer.path, job.scorer.kind) == (model_dir, model_dir, "prm")
+
+
+def test_search_flags_reach_their_settings(job_of: Callable[..., Job], model_dir: Path) -> None:
+    asked = ["--question", "q?", "--helper", str(model_dir)]
+    flags = ["--n-total", "5", "--separator", r"\n", "--separator", r"##\xe2\\", "--separator", "é"]
+    prm = ["--scorer", str(model_dir), "--prm-read", "newline_last"]
+    job = job_of(*asked, *flags, *prm)
+    assert job.search.separators == (b"\n", b"##\xe2\\", "é".encode())
+    assert job.search.candidates(helper=True) == (3, 2)
+    assert job.scorer is not None and (job.scorer.kind, job.scorer.read) == ("prm", "newline_last")
+    told = json.loads(json.dumps(job.as_json()))
+    assert told["search"]["separators"] == ["\n", "##\\xe2\\", "é"]
+    assert (told["prm_read"], told["search"]["n_total"]) == ("newline_last", 5)
+
+
+def test_a_scorer_is_asked_for_where_there_is_a_choice(
+    fake: type[FakeSearch], model_dir: Path
+) -> None:
+    base = ["solve", "--base", model_dir, "--question", "q?"]
+    for args in ([], ["-n", "2"], ["--helper", model_dir, "-n", "1"], ["--n-total", "2"]):
+        result = run(*base, *args, scorer=None)
+        assert (result.exit_code, result.stdout) == (2, "")
+        for choice in ("--scorer: expected", "prm:DIR", "loglik", "random", "got none"):
+            assert choice in " ".join(result.stderr.split())
+    for args in (["-n", "1"], ["--helper", model_dir, "--n-total", "1"]):
+        assert run(*base, *args, scorer=None).exit_code == 0
 
 
 def test_budget_alone_means_rkv_and_no_detector_means_none(job_of: Callable[..., Job]) -> None:

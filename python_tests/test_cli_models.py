@@ -35,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def solve(*args: object) -> Result:
-    return CliRunner().invoke(app, ["solve", *map(str, args)])
+    return CliRunner().invoke(app, ["solve", "--scorer", "loglik", *map(str, args)])
 
 
 def test_rescue_gives_the_promised_result_twice(models: dict[str, Path], tmp_path: Path) -> None:

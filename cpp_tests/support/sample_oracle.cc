@@ -25,7 +25,7 @@ double SampleOracleResult::Margin(double uniform) const {
 }
 
 SampleOracleResult SampleOracle(const std::vector<double>& logits, double temperature,
-                                int64_t top_k, double top_p) {
+                                int64_t top_k, double top_p, double min_p) {
   SampleOracleResult out;
   const double top = *std::max_element(logits.begin(), logits.end());
   double sum = 0;
@@ -44,6 +44,10 @@ SampleOracleResult SampleOracle(const std::vector<double>& logits, double temper
     out.probability = {1.0};
     return out;
   }
+  const auto too_small = [&](int64_t id) {
+    return std::exp((logits[id] - top) / temperature) < min_p;
+  };
+  out.kept.erase(std::remove_if(out.kept.begin(), out.kept.end(), too_small), out.kept.end());
   if (top_k > 0 && static_cast<int64_t>(out.kept.size()) > top_k) out.kept.resize(top_k);
   const auto renormalise = [&] {
     double total = 0;

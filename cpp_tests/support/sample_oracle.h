@@ -1,5 +1,6 @@
 // The distribution of one sampled row in double, by sorting the whole vocabulary; filters as
-// transformers' TemperatureLogitsWarper, TopKLogitsWarper and TopPLogitsWarper in that order.
+// transformers' TemperatureLogitsWarper, MinPLogitsWarper, TopKLogitsWarper and TopPLogitsWarper in
+// that order.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +23,6 @@ struct SampleOracleResult {
 
 // REQUIRES: no NaN or +inf, something finite.
 SampleOracleResult SampleOracle(const std::vector<double>& logits, double temperature,
-                                int64_t top_k, double top_p);
+                                int64_t top_k, double top_p, double min_p = 0);
 
 }  // namespace kvcore

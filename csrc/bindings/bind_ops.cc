@@ -132,17 +132,30 @@ void CopyBlocks(const BoundStore& s, const TensorArg<"src">& src, const TensorAr
   OpsOf(s).copy_blocks(s.store.view(), p, stream);
 }
 
+void Linear(const TensorArg<"x">& x, const TensorArg<"weight">& weight,
+            const OptionalTensorArg<"bias">& bias, const TensorArg<"out">& out, bool gated,
+            Stream stream) {
+  LinearParams p;
+  p.x = x;
+  p.weight = weight;
+  p.bias = bias;
+  p.out = out;
+  p.gated = gated;
+  GetOps(x.device).linear(p, stream);
+}
+
 void SampleTokens(const TensorArg<"logits">& logits, const TensorArg<"temperature">& temperature,
                   const TensorArg<"top_k">& top_k, const TensorArg<"top_p">& top_p,
-                  const TensorArg<"rng_key">& rng_key, const TensorArg<"rng_counter">& rng_counter,
-                  const TensorArg<"token">& token, const TensorArg<"entropy">& entropy,
-                  const TensorArg<"logprob">& logprob, const TensorArg<"scratch">& scratch,
-                  int64_t vocab, Stream stream) {
+                  const TensorArg<"min_p">& min_p, const TensorArg<"rng_key">& rng_key,
+                  const TensorArg<"rng_counter">& rng_counter, const TensorArg<"token">& token,
+                  const TensorArg<"entropy">& entropy, const TensorArg<"logprob">& logprob,
+                  const TensorArg<"scratch">& scratch, int64_t vocab, Stream stream) {
   SampleTokensParams p;
   p.logits = logits;
   p.temperature = temperature;
   p.top_k = top_k;
   p.top_p = top_p;
+  p.min_p = min_p;
   p.rng_key = rng_key;
   p.rng_counter = rng_counter;
   p.token = token;
@@ -204,10 +217,12 @@ void BindOps(py::module_& m) {
         py::arg("keep"), py::arg("drop"), py::arg("drop_count"), py::arg("stream") = 0, NoGil());
   m.def("copy_blocks", &CopyBlocks, py::arg("store"), py::arg("src"), py::arg("dst"),
         py::arg("stream") = 0, NoGil());
+  m.def("linear", &Linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("out"),
+        py::arg("gated") = false, py::arg("stream") = 0, NoGil());
   m.def("sample_tokens", &SampleTokens, py::arg("logits"), py::arg("temperature"), py::arg("top_k"),
-        py::arg("top_p"), py::arg("rng_key"), py::arg("rng_counter"), py::arg("token"),
-        py::arg("entropy"), py::arg("logprob"), py::arg("scratch"), py::arg("vocab"),
-        py::arg("stream") = 0, NoGil());
+        py::arg("top_p"), py::arg("min_p"), py::arg("rng_key"), py::arg("rng_counter"),
+        py::arg("token"), py::arg("entropy"), py::arg("logprob"), py::arg("scratch"),
+        py::arg("vocab"), py::arg("stream") = 0, NoGil());
   m.def(
       "sample_tokens_scratch_bytes",
       [](int64_t columns) { return SampleTokensScratchBytes(columns, NumThreads()); },

@@ -8,7 +8,7 @@
 #include "base/parallel.h"
 #include "base/rng.h"
 #include "cpu/cpu_ops.h"
-#include "cpu/sample_kernels.h"
+#include "cpu/sample_tokens_kernels.h"
 #include "cpu/scratch.h"
 
 namespace kvcore {
@@ -16,18 +16,7 @@ namespace {
 
 // Without top-k the draw nearly always lands among this many largest logits.
 constexpr int64_t kFirstTry = 128;
-constexpr int64_t kAlign = 64;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
-int64_t RoundUp64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-int64_t PeakBytes(int64_t columns) {
-  return RoundUp64(static_cast<int64_t>(sizeof(float)) *
-                   ((columns + kSampleBlock - 1) / kSampleBlock));
-}
-int64_t ThreadScratchBytes(int64_t columns) {
-  return RoundUp64(static_cast<int64_t>(sizeof(SampleCandidate)) * columns) +
-         2 * PeakBytes(columns);
-}
 
 // The order in which probabilities accumulate: largest first, then the lower id.
 bool Before(const SampleCandidate& a, const SampleCandidate& b) {
@@ -71,12 +60,18 @@ Crossing FindCrossing(SampleCandidate* c, int64_t count, Reached&& reached) {
 
 class RowSampler {
  public:
-  RowSampler(DType dtype, int64_t vocab, int64_t columns, char* scratch)
+  RowSampler(DType dtype, int64_t vocab, int64_t columns, Carver* carver)
       : kernels_(KV_ISA_TABLE(kSampleKernels)), dtype_(dtype), vocab_(vocab) {
+    const int64_t blocks = (columns + kSampleBlock - 1) / kSampleBlock;
     num_blocks_ = (vocab + kSampleBlock - 1) / kSampleBlock;
-    peaks_ = reinterpret_cast<float*>(scratch);
-    sorted_peaks_ = reinterpret_cast<float*>(scratch + PeakBytes(columns));
-    candidates_ = reinterpret_cast<SampleCandidate*>(scratch + 2 * PeakBytes(columns));
+    peaks_ = carver->Take<float>(blocks);
+    sorted_peaks_ = carver->Take<float>(blocks);
+    candidates_ = carver->Take<SampleCandidate>(columns);
+  }
+  static int64_t ScratchBytes(int64_t columns) {
+    Carver carver(nullptr);
+    const RowSampler measured(DType::kF32, columns, columns, &carver);
+    return carver.bytes();
   }
 
   struct Result {
@@ -84,20 +79,22 @@ class RowSampler {
     float entropy = kNan, logprob = kNan;
   };
 
-  Result Sample(const void* logits, float temperature, int64_t top_k, float top_p, double uniform) {
+  Result Sample(const void* logits, float temperature, int64_t top_k, float top_p, float min_p,
+                double uniform) {
     logits_ = logits;
     if (!kernels_.block_peaks(logits, dtype_, vocab_, peaks_)) return {};
     peak_ = *std::max_element(peaks_, peaks_ + num_blocks_);
     if (peak_ == -std::numeric_limits<float>::infinity()) return {};
     // The total over the whole vocabulary is wanted only where nothing else bounds the candidates.
-    const bool unbounded = temperature > 0 && top_k == 0;
+    const bool unbounded = temperature > 0 && top_k == 0 && min_p == 0;
     inverse_temperature_ = unbounded
                                ? std::clamp(1.0f / temperature, std::numeric_limits<float>::min(),
                                             std::numeric_limits<float>::max())
                                : 1.0f;
     const SampleSums sums = kernels_.sums(logits, dtype_, vocab_, peak_, inverse_temperature_);
     const SampleCandidate chosen =
-        temperature == 0 ? Largest() : Draw(temperature, top_k, top_p, uniform, sums.scaled_mass);
+        temperature == 0 ? Largest()
+                         : Draw(temperature, top_k, top_p, min_p, uniform, sums.scaled_mass);
     Result r;
     r.token = chosen.id;
     r.entropy = static_cast<float>(std::max(0.0, std::log(sums.mass) - sums.moment / sums.mass));
@@ -111,12 +108,13 @@ class RowSampler {
     return *std::min_element(candidates_, candidates_ + count, Before);
   }
 
-  SampleCandidate Draw(float temperature, int64_t top_k, float top_p, double uniform,
+  SampleCandidate Draw(float temperature, int64_t top_k, float top_p, float min_p, double uniform,
                        double scaled_mass) {
-    const bool nucleus = top_p < 1;
-    int64_t count = CollectLargest(top_k > 0 ? top_k : kFirstTry, temperature);
+    const bool nucleus = top_p < 1, unbounded = top_k == 0 && min_p == 0;
+    const int64_t limit = top_k > 0 ? top_k : unbounded ? kFirstTry : vocab_;
+    int64_t count = CollectLargest(limit, temperature, min_p);
     double total = Mass(candidates_, candidates_ + count);
-    if (top_k == 0) {
+    if (unbounded) {
       const double need = (nucleus ? static_cast<double>(top_p) : uniform) * scaled_mass;
       if (total <= need) count = CollectMass(need, temperature);
       total = scaled_mass;
@@ -138,22 +136,26 @@ class RowSampler {
     return kernels_.collect(logits_, dtype_, vocab_, peaks_, threshold, candidates_);
   }
 
-  // Makes candidates_ the `limit` first in order, those of weight 0 left out; returns how many.
-  int64_t CollectLargest(int64_t limit, float temperature) {
+  // Makes candidates_ the `limit` first in order, those of weight 0 or below min_p left out;
+  // returns how many.
+  int64_t CollectLargest(int64_t limit, float temperature, float min_p) {
+    // Whoever weighs min_p lies above this; the sums round, so that Weigh has the last word.
+    float threshold =
+        min_p == 0 ? -std::numeric_limits<float>::infinity()
+                   : peak_ + temperature * (std::log(min_p) - 1e-3f) - 1e-6f * std::abs(peak_);
     // The limit-th largest block maximum is a lower bound of the limit-th largest logit.
-    float threshold = -std::numeric_limits<float>::infinity();
     if (limit <= num_blocks_) {
       std::copy(peaks_, peaks_ + num_blocks_, sorted_peaks_);
       std::nth_element(sorted_peaks_, sorted_peaks_ + (limit - 1), sorted_peaks_ + num_blocks_,
                        std::greater<float>());
-      threshold = sorted_peaks_[limit - 1];
+      threshold = std::max(threshold, sorted_peaks_[limit - 1]);
     }
     int64_t count = Collect(threshold);
     if (count > limit) {
       std::nth_element(candidates_, candidates_ + (limit - 1), candidates_ + count, Before);
       count = limit;
     }
-    return Weigh(count, temperature);
+    return Weigh(count, temperature, min_p);
   }
 
   // Makes candidates_ the largest logits that together weigh more than `need`, or all of them.
@@ -165,15 +167,16 @@ class RowSampler {
     kernels_.mass_above(logits_, dtype_, vocab_, peak_, inverse_temperature_, thresholds, masses);
     const double surely = need * (1 + 1e-5);  // the sums round
     for (int i = 0; i < kSampleLevels; ++i)
-      if (masses[i] > surely) return Weigh(Collect(thresholds[i]), temperature);
-    return Weigh(Collect(-std::numeric_limits<float>::infinity()), temperature);
+      if (masses[i] > surely) return Weigh(Collect(thresholds[i]), temperature, 0);
+    return Weigh(Collect(-std::numeric_limits<float>::infinity()), temperature, 0);
   }
 
-  // Weighs the candidates and leaves out those of weight 0; returns how many remain.
-  int64_t Weigh(int64_t count, float temperature) {
+  // Weighs the candidates, leaves out those of weight 0 or below min_p; returns how many remain.
+  int64_t Weigh(int64_t count, float temperature, float min_p) {
     kernels_.weigh(candidates_, count, peak_, temperature);
-    return std::partition(candidates_, candidates_ + count,
-                          [](const SampleCandidate& c) { return c.weight > 0; }) -
+    return std::partition(
+               candidates_, candidates_ + count,
+               [min_p](const SampleCandidate& c) { return c.weight > 0 && c.weight >= min_p; }) -
            candidates_;
   }
 
@@ -196,6 +199,7 @@ void CheckParams(const SampleTokensParams& p, Dims* dims) {
   per_row(p.temperature, DType::kF32, "temperature");
   per_row(p.top_k, DType::kI32, "top_k");
   per_row(p.top_p, DType::kF32, "top_p");
+  per_row(p.min_p, DType::kF32, "min_p");
   per_row(p.rng_key, DType::kI64, "rng_key");
   per_row(p.rng_counter, DType::kI64, "rng_counter");
   per_row(p.token, DType::kI64, "token");
@@ -208,19 +212,22 @@ void CheckParams(const SampleTokensParams& p, Dims* dims) {
       << "vocab: expected 1 <= vocab <= " << columns << ", got " << p.vocab;
   for (int64_t row = 0; row < (*dims)["rows"]; ++row) {
     const float temperature = p.temperature.ptr<float>()[row], top_p = p.top_p.ptr<float>()[row];
+    const float min_p = p.min_p.ptr<float>()[row];
     KV_CHECK(temperature >= 0 && std::isfinite(temperature))
         << "temperature[" << row << "]: expected a finite number >= 0, got " << temperature;
     KV_CHECK(p.top_k.ptr<int32_t>()[row] >= 0)
         << "top_k[" << row << "]: expected >= 0, got " << p.top_k.ptr<int32_t>()[row];
     KV_CHECK(top_p > 0 && top_p <= 1)
         << "top_p[" << row << "]: expected a number in (0, 1], got " << top_p;
+    KV_CHECK(min_p >= 0 && min_p <= 1)
+        << "min_p[" << row << "]: expected a number in [0, 1], got " << min_p;
   }
 }
 
 }  // namespace
 
 int64_t SampleTokensScratchBytes(int64_t columns, int threads) {
-  return kAlign + threads * ThreadScratchBytes(columns);
+  return Scratch::Bytes(0, RowSampler::ScratchBytes(columns), threads);
 }
 
 void SampleTokensCpu(const SampleTokensParams& p, Stream) {
@@ -228,13 +235,11 @@ void SampleTokensCpu(const SampleTokensParams& p, Stream) {
   CheckParams(p, &dims);
   const int64_t rows = dims["rows"], columns = dims["columns"];
   if (rows == 0) return;
-  const int threads = ThreadsForScratch(p.scratch, kAlign, ThreadScratchBytes(columns));
-  char* const scratch = reinterpret_cast<char*>(
-      RoundUp64(static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.scratch.data))));
+  const Scratch scratch(p.scratch, 0, RowSampler::ScratchBytes(columns));
   const int64_t row_bytes = p.logits.stride[0] * DTypeBytes(p.logits.dtype);
-  ParallelFor(rows, 1, threads, [&](int64_t begin, int64_t end, int thread_id) {
-    RowSampler sampler(p.logits.dtype, p.vocab, columns,
-                       scratch + thread_id * ThreadScratchBytes(columns));
+  ParallelFor(rows, 1, scratch.threads(), [&](int64_t begin, int64_t end, int thread_id) {
+    Carver carver(scratch.Of(thread_id));
+    RowSampler sampler(p.logits.dtype, p.vocab, columns, &carver);
     for (int64_t row = begin; row < end; ++row) {
       const double uniform =
           UniformDouble(static_cast<uint64_t>(p.rng_key.ptr<int64_t>()[row]),
@@ -242,7 +247,7 @@ void SampleTokensCpu(const SampleTokensParams& p, Stream) {
       const RowSampler::Result r =
           sampler.Sample(static_cast<const char*>(p.logits.data) + row * row_bytes,
                          p.temperature.ptr<float>()[row], p.top_k.ptr<int32_t>()[row],
-                         p.top_p.ptr<float>()[row], uniform);
+                         p.top_p.ptr<float>()[row], p.min_p.ptr<float>()[row], uniform);
       p.token.ptr<int64_t>()[row] = r.token;
       p.entropy.ptr<float>()[row] = r.entropy;
       p.logprob.ptr<float>()[row] = r.logprob;

@@ -9,13 +9,16 @@ from kvcore.engine.events import (
     Generation,
     StepEvent,
 )
+from kvcore.engine.outputs import CacheUse, Output
 
 __all__ = [
+    "CacheUse",
     "Engine",
     "EngineStats",
     "FeedOutput",
     "Finish",
     "GenerateSpec",
     "Generation",
+    "Output",
     "StepEvent",
 ]

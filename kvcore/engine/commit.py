@@ -7,7 +7,7 @@ included, is simply run once more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Draw:
         job: the generation.
         place: tokens that it had before.
         token: -1 without a finite distribution.
+        top: the most likely ids and their log-probabilities, as many as were asked for.
         finish: why the generation ends here, if it does; ``result`` is what it came to.
     """
 
@@ -33,6 +34,7 @@ class Draw:
     token: int
     logprob: float
     entropy: float
+    top: tuple[tuple[int, float], ...] = ()
     finish: Finish | None = None
     result: Generation | None = None
 
@@ -98,8 +100,10 @@ class Entry:
             job.logprobs[draw.place :] = [draw.logprob]
         if draw.finish is not None and draw.result is None:
             draw.result = generator.result(job, draw.finish)
-        token = draw.token if draw.token >= 0 else None
-        self.events = [StepEvent(seq.seq_id, token=token, generation=draw.result)]
+        event = StepEvent(seq.seq_id, generation=draw.result)
+        if draw.token >= 0:
+            event = replace(event, token=draw.token, logprob=draw.logprob, top_logprobs=draw.top)
+        self.events = [event]
 
     def close(self, generator: Generator) -> None:
         """Take off the sequence what is done. May be repeated."""

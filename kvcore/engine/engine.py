@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -11,6 +12,7 @@ from kvcore.cache import KVCache
 from kvcore.config import DetectorConfig, EngineConfig, EvictionConfig
 from kvcore.engine.events import EngineStats, FeedOutput, GenerateSpec, StepEvent
 from kvcore.engine.executor import Executor
+from kvcore.engine.front import FrontDoor
 from kvcore.engine.generation import Generator
 from kvcore.engine.scheduler import Scheduler
 from kvcore.engine.sequence import Feed, Sequence
@@ -18,20 +20,16 @@ from kvcore.engine.sizing import make_cache
 from kvcore.models.loader import LoadedModel
 from kvcore.policies import Evictor, make_policy
 
+_log = logging.getLogger(__name__)
+
 # What a sequence takes over from a child that it adopts.
 _ADOPTED = (
-    "tokens",
-    "prompt_len",
-    "handle",
-    "cached",
-    "high_water",
-    "segments",
-    "next_segment",
-    "longest_piece",
+    *("tokens", "prompt_len", "handle", "cached"),
+    *("high_water", "segments", "next_segment", "longest_piece"),
 )
 
 
-class Engine:
+class Engine(FrontDoor):
     """Decodes many sequences of one model over one bounded cache.
 
     A sequence is named by the int that ``add`` or ``fork`` returned; ids are never reused. Results
@@ -79,6 +77,8 @@ class Engine:
         self._next_id = 0
         self._events: list[StepEvent] = []  # not yet delivered
         self._settled = True  # no call was cut short
+        blocks = self._cache.blocks
+        _log.info("engine for %s: %d KV blocks, %s", model.name, blocks, self.eviction)
 
     # ---- the six verbs -------------------------------------------------------------------------
 
@@ -213,6 +213,8 @@ class Engine:
         with self._changing():
             plan = self._scheduler.plan(self._sequences.values())
             self.stats.preemptions += plan.preempted
+            if plan.preempted:
+                _log.info("out of KV blocks: %d sequences preempted", plan.preempted)
             for seq, message in plan.failed:
                 self._executor.fail(seq, message)
             if plan.seqs:
@@ -228,6 +230,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
+        """Whether ``step`` has something to do or to tell."""
         return bool(self._events) or any(
             seq.busy or (seq.error is not None and not seq.error_told)
             for seq in self._sequences.values()
@@ -247,6 +250,7 @@ class Engine:
 
     @property
     def num_sequences(self) -> int:
+        """Sequences that were not released, failed ones included."""
         return len(self._sequences)
 
     @property
@@ -256,10 +260,12 @@ class Engine:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of the pool, 16 slots of one lane each."""
         return self._cache.blocks
 
     @property
     def max_seqs(self) -> int:
+        """Sequences that can hold cache at once; others wait."""
         return int(self._cache.seq_len.shape[0])
 
     @property

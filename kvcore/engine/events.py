@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvcore.checks import INT32_MAX
 from kvcore.config import SamplingParams, as_separators, require, require_bool, require_int
 
 
@@ -15,7 +16,7 @@ class Finish(enum.Enum):
 
     STEP = "step"  # its text reached a separator (the whole last token is kept)
     EOS = "eos"
-    LENGTH = "length"  # max_new_tokens, or the context is full
+    LENGTH = "length"  # max_tokens, or the context is full
     ENTROPY = "entropy"  # the detector's entropy test fired
     GZIP = "gzip"
     REPETITION = "repetition"
@@ -40,12 +41,13 @@ class GenerateSpec:
     """One generation: how to draw, when to stop, and the key of its random numbers.
 
     Attributes:
-        sampling: temperature and filters; ``max_new_tokens`` bounds this generation.
+        sampling: temperature and filters; its ``max_tokens`` bounds this generation.
         rng_key: u64; token i of this generation draws with counter i under this key.
         stop_at_step: stop after the token whose bytes complete one of ``separators`` that does not
             begin the text, white space aside.
         detect: run the engine's detector on this generation.
         separators: as in ``SearchConfig``.
+        top_logprobs: tell the log-probabilities of this many most likely tokens with every token.
     Raises:
         ValueError: a field of another type, or a key that is no u64.
     """
@@ -55,6 +57,7 @@ class GenerateSpec:
     stop_at_step: bool = False
     detect: bool = False
     separators: tuple[bytes, ...] = (b"\n\n",)
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         ok = isinstance(self.sampling, SamplingParams)
@@ -63,6 +66,7 @@ class GenerateSpec:
         require_bool(self.stop_at_step, "stop_at_step")
         require_bool(self.detect, "detect")
         object.__setattr__(self, "separators", as_separators(self.separators))
+        require_int(self.top_logprobs, "top_logprobs", 0, INT32_MAX)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,8 @@ class StepEvent:
     Exactly one of these holds:
         * ``token`` or ``generation`` is set: a token was generated, and it was the last if
           ``generation`` is set as well (alone, without a token, when there was no finite
-          distribution to draw from);
+          distribution to draw from); ``logprob`` is the token's raw log-probability in nats,
+          ``top_logprobs`` the ids and log-probabilities of the most likely ones, falling;
         * ``extended`` is True: the tokens of ``add`` or ``extend`` are in; ``values`` as requested.
         * ``error`` is set: this sequence failed (for instance NaN keys); others go on. It stays
           allocated until released.
@@ -109,6 +114,8 @@ class StepEvent:
     extended: bool = False
     values: torch.Tensor | None = None
     error: str | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass

@@ -18,7 +18,7 @@ from kvcore.engine.commit import Commit, Draw, Entry
 from kvcore.engine.events import EngineStats, FeedOutput, StepEvent
 from kvcore.engine.generation import Generator
 from kvcore.engine.runner import ModelRunner
-from kvcore.engine.sampling import token_logprobs
+from kvcore.engine.sampling import token_logprobs, top_logprobs
 from kvcore.engine.scheduler import Plan
 from kvcore.engine.sequence import Sequence
 from kvcore.models.loader import LoadedModel
@@ -164,11 +164,14 @@ class Executor:
         jobs = [entry.seq.generating for entry, _ in ready if entry.seq.generating is not None]
         logits = torch.cat([output for _, output in ready])
         # Something that the last layers have hidden: there is nothing to draw from.
-        logits[[entry.not_finite > 0 for entry, _ in ready]] = torch.nan
-        drawn = self._generator.draw(jobs, logits)
+        hidden = [entry.not_finite > 0 for entry, _ in ready]
+        if any(hidden):  # writing through a mask passes over all logits
+            logits[hidden] = torch.nan
+        drawn = self._generator.draw(jobs, logits, [entry.seq.tokens for entry, _ in ready])
         columns = (drawn.token.tolist(), drawn.logprob.tolist(), drawn.entropy.tolist())
-        for (entry, _), job, token, logprob, entropy in zip(ready, jobs, *columns, strict=True):
-            entry.draw = Draw(job, len(job.tokens), token, logprob, entropy)
+        top = top_logprobs(logits, [job.spec.top_logprobs for job in jobs], self._vocab)
+        for (entry, _), job, *values in zip(ready, jobs, *columns, top, strict=True):
+            entry.draw = Draw(job, len(job.tokens), *values)
         return sum(token >= 0 for token in columns[0])
 
     def _output_positions(self, seq: Sequence, count: int) -> range:

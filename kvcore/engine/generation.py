@@ -58,10 +58,14 @@ class Generator:
         """Bytes that ids stand for; ids without bytes (special, padding) stand for none."""
         return b"".join(self._bytes[t] for t in tokens if t < len(self._bytes))
 
-    def draw(self, jobs: list[Generating], logits: Tensor) -> Samples:
-        """The next token of each of ``jobs`` from its row of ``logits``. Changes nothing."""
+    def draw(self, jobs: list[Generating], logits: Tensor, seen: Seq[Seq[int]]) -> Samples:
+        """The next token of each of ``jobs`` from its row of ``logits``. Changes nothing.
+
+        Args:
+            seen: all tokens of the job's sequence, prompt included.
+        """
         counters = [len(job.tokens) for job in jobs]
-        return sample(logits, [job.spec for job in jobs], counters, self._vocab)
+        return sample(logits, [job.spec for job in jobs], counters, self._vocab, seen)
 
     def push(
         self,
@@ -101,7 +105,7 @@ class Generator:
         if step_end and job.spec.stop_at_step:
             return Finish.STEP
         full = length >= self._context_len
-        if full or count >= job.spec.sampling.max_new_tokens:
+        if full or count >= job.spec.sampling.max_tokens:
             return Finish.LENGTH
         return None
 

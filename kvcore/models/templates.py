@@ -94,6 +94,34 @@ def head_ids(
     return encode_pieces(tokenizer, contents.pieces(text.partition(contents.end)[0]))
 
 
+def chat_ids(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template_args: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Ids of a conversation and the template's generation prompt; what the messages say is text.
+
+    Raises:
+        ValueError: a message is not a role and a text, or there is no template.
+        TemplateError: the template cannot be rendered.
+    """
+    if not has_template(tokenizer):
+        raise ValueError("expected text or token ids: the tokenizer has no chat template")
+    names = names_pattern(matched_names(tokenizer))
+    for place, message in enumerate(messages):
+        ok = message.keys() == {"role", "content"}
+        if not ok or not all(isinstance(value, str) for value in message.values()):
+            raise ValueError(
+                f"message {place}: expected a text as 'role' and one as 'content', got {message!r}"
+            )
+        if not message["role"] or names.search(message["role"]):
+            raise ValueError(f"message {place}: expected the name of a role, got {message!r}")
+    contents = _Hidden(tokenizer, [message["content"] for message in messages])
+    shown = [{"role": m["role"], "content": contents.hide(m["content"])} for m in messages]
+    text = render_chat(tokenizer, shown, generation_prompt=True, template_args=template_args)
+    return encode_pieces(tokenizer, contents.pieces(text))
+
+
 class _Hidden:
     """Stand-ins for what must stay text while a template is rendered.
 

@@ -191,10 +191,12 @@ class EvictionConfig:
 
     @property
     def evicts(self) -> bool:
+        """Whether anything is ever evicted: False with policy "full"."""
         return self.policy != FULL
 
     @property
     def is_steady(self) -> bool:
+        """Whether every new token takes the place of an entry, once a lane is full."""
         return self.cadence == "steady"
 
     @property

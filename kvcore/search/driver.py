@@ -163,6 +163,7 @@ class Search:
 
     @property
     def solutions(self) -> list[Solution]:
+        """What has been solved so far, in the order of ending."""
         return list(self._solved.values())
 
     def run(self) -> Iterator[Solution]:

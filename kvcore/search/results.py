@@ -124,10 +124,13 @@ class Solution(_Json):
 
     Attributes:
         problem: the problem's key.
+        question: as it was asked.
         text: all steps, special tokens excluded.
         token_ids: all steps in the base vocabulary, the prompt excluded.
         finish: "eos", "max_steps", "max_tokens", "error" (see ``error``) or "interrupted".
+        aborted: candidates ended early, by the test that fired.
         evictions: base slots per lane that the committed trajectory no longer holds at the end.
+        kv_bytes: of the base model, held and full.
         seconds: from its admission to its end.
         candidates: how many ended.
     """
@@ -164,7 +167,9 @@ class TraceEvent(_Json):
 
 @dataclass(frozen=True)
 class Warned(TraceEvent):
-    """What the user should know: before any problem starts, or why one ends early."""
+    """What the user should know. May come at any time: before the first problem, while others are
+    solved (why one ends early), and after the last (eviction never fired).
+    """
 
     event: ClassVar[str] = "warning"
     message: str

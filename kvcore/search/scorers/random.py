@@ -19,6 +19,7 @@ class RandomScorer:
         self.seed = seed
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[float]:
+        """A number in [0, 1) for each request."""
         return [self._score(request) for request in requests]
 
     def _score(self, request: ScoreRequest) -> float:
