@@ -206,6 +206,7 @@ def test_a_policy_of_another_distribution_has_flags(install, tmp_path, monkeypat
     fresh = importlib.reload(commands)
     try:
         base = ("solve", "--base", str(make_model_dir(tmp_path)), "--question", "q?")
+        base += ("--scorer", "random")
         flags = ("--evict", "lru", "--budget", "8", "--patience", "4", "--eager", "--window", "5")
         flags += ("--temperature", "0.1", "--evict-temperature", "0.7")
         done = CliRunner().invoke(fresh.app, [*base, *flags])
