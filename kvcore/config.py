@@ -180,8 +180,7 @@ class EngineConfig:
         context_len: longest sequence in tokens; None takes the model's own limit.
         kv_blocks: blocks in the pool (16 slots of one lane each); None sizes the pool by
             ``kv_bytes``.
-        kv_bytes: bytes of keys, values and the steady cadence's lane states when ``kv_blocks`` is
-            None.
+        kv_bytes: bytes of keys, values and what eviction keeps of lanes when ``kv_blocks`` is None.
         max_batched_tokens: most tokens of one forward; longer prompts are prefilled in chunks.
     """
 

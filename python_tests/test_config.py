@@ -25,6 +25,8 @@ BAD = [
     (SamplingParams, "top_p", (0, -1, 1.01, NAN, "1", None, 1e-46)),
     (SamplingParams, "top_k", (-1, 2.0, True, None, 2**31)),
     (SamplingParams, "max_new_tokens", (0, -1, 2.5, None, 2**31)),
+    (SamplingParams, "min_p", (-0.1, 1.1, NAN, "1", None, True)),
+    (SamplingParams, "repetition_penalty", (0, -1, NAN, INF, "1", None, 1e39)),
     (EvictionConfig, "policy", ("", None, 3)),
     (EvictionConfig, "budget", (None, 0, -4, 2.0, "64", True, 2**31)),
     (EvictionConfig, "protect", (0, -1, 8.0, None, 2**31)),

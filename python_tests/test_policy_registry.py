@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import pickle
 import pkgutil
 import re
@@ -136,7 +137,8 @@ EXAMPLES = [
 def test_settings_survive_records_text_and_copies(config):
     assert eval(repr(config)) == config
     assert pickle.loads(pickle.dumps(config)) == config
-    assert EvictionConfig.from_dict(config.as_dict()) == config
+    record = json.loads(json.dumps(config.as_dict(), allow_nan=False))
+    assert EvictionConfig.from_dict(record) == config and record == config.as_dict()
     assert EvictionConfig.from_dict(dataclasses.asdict(config)) == config
     assert dataclasses.replace(config) == config and hash(dataclasses.replace(config)) == hash(
         config
@@ -204,6 +206,7 @@ def test_a_policy_of_another_distribution_has_flags(install, tmp_path, monkeypat
     fresh = importlib.reload(commands)
     try:
         base = ("solve", "--base", str(make_model_dir(tmp_path)), "--question", "q?")
+        base += ("--scorer", "random")
         flags = ("--evict", "lru", "--budget", "8", "--patience", "4", "--eager", "--window", "5")
         flags += ("--temperature", "0.1", "--evict-temperature", "0.7")
         done = CliRunner().invoke(fresh.app, [*base, *flags])

@@ -147,7 +147,7 @@ def _common_options() -> dict[str, _Option]:
 
 
 def _defaults_by_cadence(setting: str) -> str:
-    """ "default 128; with sawtooth 8", or "sawtooth only, default 128"."""
+    """Like "default 128; with sawtooth 8", or "sawtooth only, default 128"."""
     values = {name: getattr(cadence, setting) for name, cadence in CADENCES.items()}
     usual = values.pop(DEFAULT_CADENCE)
     others = [f"{name} {{}}{value}" for name, value in values.items() if value is not None]
