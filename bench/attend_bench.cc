@@ -81,13 +81,12 @@ bool MatchesOracle(int64_t tokens, int64_t slots) {
 #if defined(__x86_64__)
 __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #endif
-void ReadBlocks(const BenchCache& cache, int64_t row) {
-  const KvCacheView& v = cache.view();
+void ReadBlocks(const BenchCache& cache, const KvCacheView& v, int64_t row) {
   const int64_t entries = kKvHeads * v.max_blocks(), lines = BlockElements(kHeadDim) / 32;
   typedef uint64_t Line __attribute__((vector_size(64)));
   Line sum[4] = {};
   for (int64_t i = 0; i < entries; ++i) {
-    const int64_t block = cache.table()[static_cast<size_t>(row * entries + i)];
+    const int64_t block = cache.table()[row * entries + i];
     for (const TensorView* t : {&v.key_blocks, &v.value_blocks}) {
       const char* p = t->ptr<char>() + block * BlockElements(kHeadDim) * 2;
       for (int64_t w = 0; w < lines; w += 4, p += 256) {
@@ -115,13 +114,14 @@ void Bench(benchmark::State& state, int64_t slots, Mode mode, Isa isa, bool read
   const int64_t row_bytes = kKvHeads * BlocksFor(slots) * BlockElements(kHeadDim) * 2 * 2;
   const int64_t rows = mode == kWarm ? 1 : kColdBytes / row_bytes;
   const BenchCache cache(rows, 1, kKvHeads, kHeadDim, slots);
+  const KvCacheView view = cache.view();
   Call decode(1);
   CallTimer timer(state);
   const auto call = [&](int64_t row) {
     if (read_only)
-      ReadBlocks(cache, row);
+      ReadBlocks(cache, view, row);
     else
-      decode.Run(cache.view(), row);
+      decode.Run(view, row);
   };
   int64_t row = 0;
   for (int i = 0; i < 100; ++i) call(row = (row + 1) % rows);
@@ -137,9 +137,10 @@ void Prefill(benchmark::State& state, int64_t tokens, Isa isa) {
     return;
   }
   const BenchCache cache(1, 1, kKvHeads, kHeadDim, tokens);
+  const KvCacheView view = cache.view();
   Call call(tokens);
   CallTimer timer(state);
-  for (auto _ : state) timer.Time([&] { call.Run(cache.view(), 0); });
+  for (auto _ : state) timer.Time([&] { call.Run(view, 0); });
   timer.Report(4.0 * kQueryHeads * kHeadDim * static_cast<double>(tokens * (tokens + 1) / 2));
   state.counters["GFLOP/s"] = state.counters["GB/s"];  // the work above is operations, not bytes
   state.counters.erase("GB/s");
@@ -154,12 +155,13 @@ void Long(benchmark::State& state, int64_t kv_heads, int threads) {
     return;
   }
   const BenchCache cache(1, 1, kv_heads, kHeadDim, kSlots);
+  const KvCacheView view = cache.view();
   Call call(1, kv_heads);
-  for (int i = 0; i < 20; ++i) call.Run(cache.view(), 0);
+  for (int i = 0; i < 20; ++i) call.Run(view, 0);
   std::vector<double> seconds;
   for (auto _ : state) {
     const auto start = std::chrono::steady_clock::now();
-    call.Run(cache.view(), 0);
+    call.Run(view, 0);
     seconds.push_back(
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
     state.SetIterationTime(seconds.back());

@@ -10,54 +10,43 @@
 #include <random>
 #include <vector>
 
-#include "ops/kv_cache_view.h"
+#include "support/cache_tensors.h"
 
 namespace kvcore {
 
 // Lanes of `slots` slots each in shuffled blocks; bf16 keys and values in (-1, 1). `spare` blocks
 // follow that no lane uses.
-class BenchCache {
+class BenchCache : public CacheTensors {
  public:
   BenchCache(int64_t rows, int64_t layers, int64_t kv_heads, int64_t head_dim, int64_t slots,
              int64_t spare = 0)
-      : head_dim_(head_dim) {
-    const int64_t lanes = rows * layers * kv_heads, lane_blocks = BlocksFor(slots);
-    const int64_t used = lanes * lane_blocks, blocks = used + spare;
-    key_.resize(static_cast<size_t>(blocks * BlockElements(head_dim)));
-    value_.resize(key_.size());
+      : CacheTensors({.dtype = DType::kBF16,
+                      .rows = rows,
+                      .layers = layers,
+                      .kv_heads = kv_heads,
+                      .q_heads = kv_heads,
+                      .head_dim = head_dim,
+                      .max_blocks = BlocksFor(slots),
+                      .blocks = rows * layers * kv_heads * BlocksFor(slots) + spare,
+                      .window = 0}) {
     uint64_t state = 1;
-    for (size_t i = 0; i < key_.size(); ++i) {
+    uint16_t* const key = key_blocks.view().ptr<uint16_t>();
+    uint16_t* const value = value_blocks.view().ptr<uint16_t>();
+    for (int64_t i = 0; i < key_blocks.numel(); ++i) {
       state = state * 6364136223846793005ull + 1442695040888963407ull;
       // sign, exponent 0x3f0 to 0x3f7, random mantissa
-      key_[i] = static_cast<uint16_t>((state >> 60 << 15) | 0x3e00u | ((state >> 33) & 0x1ffu));
-      value_[i] = static_cast<uint16_t>((state >> 61 << 15) | 0x3e00u | ((state >> 42) & 0x1ffu));
+      key[i] = static_cast<uint16_t>((state >> 60 << 15) | 0x3e00u | ((state >> 33) & 0x1ffu));
+      value[i] = static_cast<uint16_t>((state >> 61 << 15) | 0x3e00u | ((state >> 42) & 0x1ffu));
     }
-    position_.resize(static_cast<size_t>(blocks * kBlockSlots));
-    table_.resize(static_cast<size_t>(used));
-    std::iota(table_.begin(), table_.end(), 0);
-    std::shuffle(table_.begin(), table_.end(), std::mt19937_64(1));
-    lane_len_.assign(static_cast<size_t>(lanes), static_cast<int32_t>(slots));
-    seq_len_.assign(static_cast<size_t>(rows), static_cast<int32_t>(slots));
-    view_.key_blocks = MakeView(key_.data(), DType::kBF16, {blocks, BlockElements(head_dim)});
-    view_.value_blocks = MakeView(value_.data(), DType::kBF16, {blocks, BlockElements(head_dim)});
-    view_.position = MakeView(position_.data(), DType::kI32, {blocks, kBlockSlots});
-    view_.block_table = MakeView(table_.data(), DType::kI32, {rows, layers, kv_heads, lane_blocks});
-    view_.lane_len = MakeView(lane_len_.data(), DType::kI32, {rows, layers, kv_heads});
-    view_.seq_len = MakeView(seq_len_.data(), DType::kI32, {rows});
-    view_.head_dim = head_dim;
+    std::iota(table(), table() + block_table.numel(), 0);
+    std::shuffle(table(), table() + block_table.numel(), std::mt19937_64(1));
+    position.Fill(0);
+    lane_len.Fill(static_cast<double>(slots));
+    seq_len.Fill(static_cast<double>(slots));
   }
-  BenchCache(const BenchCache&) = delete;
-  BenchCache& operator=(const BenchCache&) = delete;
 
-  const KvCacheView& view() const { return view_; }
-  const std::vector<int32_t>& table() const { return table_; }
-  int64_t block_bytes() const { return 2 * BlockElements(head_dim_) * 2; }  // keys and values
-
- private:
-  int64_t head_dim_;
-  std::vector<uint16_t> key_, value_;
-  std::vector<int32_t> position_, table_, lane_len_, seq_len_;
-  KvCacheView view_;
+  int32_t* table() const { return block_table.view().ptr<int32_t>(); }
+  int64_t block_bytes() const { return 2 * key_blocks.view().stride[0] * 2; }  // keys and values
 };
 
 // Times every call by itself in CPU time of this thread, so that a call that lost its core to

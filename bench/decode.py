@@ -1,12 +1,21 @@
-"""Decode speed of the engine against transformers' generate, stock and with prepacked linears.
+"""Decode speed of the engine against transformers' generate, stock and with its linears packed by
+oneDNN, and against OpenVINO GenAI.
 
     python bench/decode.py [--model DIR] [--dtype float32] [--batch 1 8 32] [--new-tokens 64]
+    python bench/decode.py --model DIR --peer openvino --openvino-model DIR --openvino-python PYTHON
 
 Without a model: random weights in the shape of Qwen2.5-0.5B, which decode at the same speed.
-Greedy decoding of the same prompts by all three, in one process and with the same threads.
-Correctness comes first: the engine's tokens are teacher-forced through the stock model; a token
-counts as right when its logit is within rounding of the largest. A run's rate is the tokens after
-the first of each sequence over the time they took: loading and prefill are not in it.
+Greedy decoding of the same prompts by all, in turn, with the same threads. Correctness comes first:
+the tokens of the engine and of OpenVINO are teacher-forced through the stock model; a token counts
+as right when its logit is within rounding of the largest. A run's rate is the tokens after the
+first of each sequence over the time they took: loading and prefill are not in it.
+
+OpenVINO is no dependency. Its interpreter and its model, of the same checkpoint, are made by
+
+    python -m venv ov && ov/bin/pip install openvino-genai
+    python -m venv export && export/bin/pip install "optimum-intel[openvino]"
+    export/bin/optimum-cli export openvino -m DIR --task text-generation-with-past \\
+        --weight-format fp32 OPENVINO_DIR
 """
 
 from __future__ import annotations
@@ -15,17 +24,20 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from kvcore.config import EngineConfig, SamplingParams
 from kvcore.engine import Engine, GenerateSpec
 from kvcore.models import bind_model
-from kvcore.models.prepack import prepack_linears
 from kvcore.native import _C
 
 PROMPT = (
@@ -44,6 +56,61 @@ QWEN_05B = Qwen2Config(
 )
 # bf16: two steps at magnitude 32, the size of this family's largest logits.
 LOGIT_TOLERANCE = {torch.bfloat16: 0.25, torch.float32: 1e-3}
+PRECISION = {"bfloat16": "bf16", "float32": "f32"}  # OpenVINO's names
+
+
+class OneDnnLinear(nn.Module):
+    """A linear layer in oneDNN's packed layout, as any user of torch can have it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self.bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+
+def pack_by_onednn(model: nn.Module) -> None:
+    """Replace the linears whose packed form is faster: large ones, in bf16 all."""
+    for parent in [m for m in model.modules() if type(m) is not nn.Linear]:
+        for name in [n for n, child in parent.named_children() if type(child) is nn.Linear]:
+            weight = getattr(parent, name).weight
+            if weight.dtype == torch.bfloat16 or weight.numel() >= 1 << 18:
+                setattr(parent, name, OneDnnLinear(getattr(parent, name)))
+
+
+class OpenVino:
+    """OpenVINO GenAI in a process of its own (``openvino_peer.py``)."""
+
+    def __init__(self, python: str, model: str, dtype: str, threads: int) -> None:
+        script = Path(__file__).with_name("openvino_peer.py")
+        command = [python, str(script), model, PRECISION[dtype], str(threads)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.version = self._answer()["ready"]
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit("openvino_peer.py ended; its message stands above")
+        return json.loads(line)
+
+    def run(self, prompts: list[list[int]], count: int) -> tuple[list, float]:
+        """(tokens, decode tokens per second)."""
+        assert self._process.stdin is not None
+        print(
+            json.dumps({"prompts": prompts, "count": count}), file=self._process.stdin, flush=True
+        )
+        answer = self._answer()
+        return answer["tokens"], answer["rate"]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 def cpu_name() -> str:
@@ -131,37 +198,57 @@ def wrong_tokens(stock, prompts: list[list[int]], outputs: list[list[int]]) -> i
     return wrong
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=" ".join(str(__doc__).split("\n\n")[0].split()))
     parser.add_argument("--model", help="checkpoint directory")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--peer", choices=("openvino",), nargs="*", default=[])
+    parser.add_argument("--openvino-model", help="directory that optimum-cli has written")
+    parser.add_argument("--openvino-python", default=sys.executable, help="has openvino-genai")
     parser.add_argument("--json", help="write the rows here")
     args = parser.parse_args()
+    if args.peer and not (args.model and args.openvino_model):
+        parser.error("--peer openvino: expected --model and --openvino-model of one checkpoint")
+    return args
 
+
+def main() -> None:
+    args = parse_arguments()
     dtype = getattr(torch, args.dtype)
     stock, packed = load_transformers(args.model, dtype), load_transformers(args.model, dtype)
-    prepack_linears(packed)
+    pack_by_onednn(packed)
     bound = bind_model(load_transformers(args.model, dtype), None)
-    object.__setattr__(bound, "eos_ids", frozenset())  # all three decode the same number of tokens
+    object.__setattr__(bound, "eos_ids", frozenset())  # all decode the same number of tokens
     engine = Engine(bound, EngineConfig(max_seqs=max(args.batch), context_len=2048))
+    runs: dict[str, Callable[[list[list[int]], int], tuple]] = {
+        "kvcore": lambda prompts, count: run_engine(engine, prompts, count),
+        "hf_stock": lambda prompts, count: run_transformers(stock, prompts, count),
+        "hf_prepacked": lambda prompts, count: run_transformers(packed, prompts, count),
+    }
+    openvino = None
+    if args.peer:
+        threads = torch.get_num_threads()
+        openvino = OpenVino(args.openvino_python, args.openvino_model, args.dtype, threads)
+        runs["openvino"] = openvino.run
     rows = []
     for batch in args.batch:
         prompts = make_prompts(args.model, batch)
-        outputs, _, _ = run_engine(engine, prompts, 16)  # also warms up
-        wrong = wrong_tokens(stock, prompts, outputs)
-        if wrong:
-            sys.exit(f"batch {batch}: {wrong} tokens are not arg-max of the stock model")
-        rates: dict[str, list[float]] = {"kvcore": [], "hf_stock": [], "hf_prepacked": []}
+        for name in [n for n in runs if n in ("kvcore", "openvino")]:
+            wrong = wrong_tokens(stock, prompts, runs[name](prompts, 16)[0])  # also warms up
+            if wrong:
+                sys.exit(
+                    f"batch {batch}: {wrong} tokens of {name} are not arg-max of the stock model"
+                )
+        rates: dict[str, list[float]] = {name: [] for name in runs}
         shares = []
         for _ in range(args.repeats):
-            _, rate, share = run_engine(engine, prompts, args.new_tokens)
-            rates["kvcore"].append(rate)
-            shares.append(share)
-            rates["hf_stock"].append(run_transformers(stock, prompts, args.new_tokens)[1])
-            rates["hf_prepacked"].append(run_transformers(packed, prompts, args.new_tokens)[1])
+            for name, run in runs.items():
+                _, rate, *rest = run(prompts, args.new_tokens)
+                rates[name].append(rate)
+                shares += rest
         median = {name: statistics.median(values) for name, values in rates.items()}
         row = {
             "op": "decode",
@@ -170,18 +257,35 @@ def main() -> None:
             "device": cpu_name(),
             "threads": _C.num_threads(),
             "isa": _C.isa(),
+            "fused": dict(bound.fused),
+            "openvino": openvino and openvino.version,
             "batch": batch,
             "new_tokens": args.new_tokens,
             "tokens_per_second": {k: round(v, 1) for k, v in median.items()},
             "range": {k: [round(min(v), 1), round(max(v), 1)] for k, v in rates.items()},
-            "vs_stock": round(median["kvcore"] / median["hf_stock"], 2),
-            "vs_prepacked": round(median["kvcore"] / median["hf_prepacked"], 2),
+            "kvcore_against": {
+                k: round(median["kvcore"] / v, 2) for k, v in median.items() if k != "kvcore"
+            },
             "share_outside_forward": round(statistics.median(shares), 4),
         }
         rows.append(row)
         print(json.dumps(row), flush=True)
+    if openvino is not None:
+        openvino.close()
+    print_table(rows)
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Tokens per second of all peers, one batch a line, as markdown."""
+    peers = list(rows[0]["tokens_per_second"])
+    print("| batch | " + " | ".join(peers) + " | kvcore against the others |")
+    print("| --- " * (len(peers) + 2) + "|")
+    for row in rows:
+        cells = [str(row["batch"]), *(str(row["tokens_per_second"][p]) for p in peers)]
+        ratios = ", ".join(f"{k} {v}" for k, v in row["kvcore_against"].items())
+        print(f"| {' | '.join(cells)} | {ratios} |")
 
 
 if __name__ == "__main__":

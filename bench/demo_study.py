@@ -1,6 +1,6 @@
 """What eviction costs the demo's base model and what KV-Rescue gives back, measured at length.
 
-    python bench/demo_study.py --json docs/results/demo.json
+    python bench/demo_study.py --json study.jsonl
 
 Held-out problems, several seeds (other problems and other draws each). Four tables:
 
@@ -10,15 +10,13 @@ Held-out problems, several seeds (other problems and other draws each). Four tab
     budgets    accuracy and the share of helper steps by budget (figure 6)
     ablation   best-of-N, + interleaving, + early exit (table 2)
 
-The JSON file is written after every run; a study with the same settings goes on where it ends. The
-tables are printed last, as Markdown.
+The file, one JSON object a line, gets every run as it ends; a study with the same settings goes on
+where it ends. The tables are printed last, as Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +24,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from kvcore.demo import settings as demo
-from kvcore.demo.rows import METHODS, TITLES, Models, Settings, load_models, run_row
+from kvcore.demo.rows import METHODS, Models, Settings, load_models, run_row, title
+from kvcore.eval import Results
 from kvcore.native import set_threads
 
 BUDGETS = (16, 32, 64, 96, 128, 160)
@@ -58,21 +57,14 @@ class Study:
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
         self.args = args
         self._models = models
-        self.settings = {
-            "problems": args.problems,
-            "n": args.n,
-            "policy": args.policy,
-            "split": args.split,
-        }
-        self.runs: dict[str, dict[str, Any]] = {}
-        if args.json.exists():
-            told = json.loads(args.json.read_text())
-            if told["settings"] != self.settings:
-                sys.exit(f"error: --json: {args.json} holds a study with other settings")
-            self.runs = told["runs"]
+        names = ("problems", "n", "policy", "split")
+        try:
+            self.runs = Results(args.json, {name: getattr(args, name) for name in names})
+        except (ValueError, OSError) as error:
+            sys.exit(f"error: --json: {error}")
 
     def run(self, method: str, budget: int, seed: int, *, detector: bool = True) -> dict[str, Any]:
-        evicts = method in ("evicted", "rescue")
+        evicts = method not in ("full", "helper")
         name = f"{method} seed={seed}" + (f" budget={budget}" if evicts else "")
         if method == "rescue" and not detector:
             name += " without early exit"
@@ -83,15 +75,9 @@ class Study:
             config = config if detector else replace(config, detector=None)
             row, _ = run_row(method, self._models, settings, settings.draw(), config=config)
             right = "".join(str(int(ok)) for ok in row.right)
-            self.runs[name] = {**row.to_json(), "right": right}
+            self.runs.put(name, {**row.to_json(), "right": right})
             print(f"{name}: {row.accuracy:.1%}, {row.seconds:.0f} s", flush=True)
-            self._save()
         return self.runs[name]
-
-    def _save(self) -> None:
-        part = self.args.json.with_name(self.args.json.name + ".part")
-        part.write_text(json.dumps({"settings": self.settings, "runs": self.runs}, indent=1) + "\n")
-        os.replace(part, self.args.json)
 
 
 def spread(values: list[float], form: str = ".1%") -> str:
@@ -120,7 +106,7 @@ def methods_table(study: Study, seeds: range, budget: int) -> list[str]:
         share = [run["helper_steps"] / run["steps"] for run in runs]
         rows.append(
             (
-                TITLES[method],
+                title(method, study.args.n),
                 of("accuracy", ".1%"),
                 of("base_tokens", ",.0f"),
                 of("helper_tokens", ",.0f"),
@@ -149,7 +135,8 @@ def methods_table(study: Study, seeds: range, budget: int) -> list[str]:
 
 def gaps(study: Study, seeds: range, budget: int) -> list[str]:
     full, evicted, helper, rescue = (
-        [study.run(method, budget, seed) for seed in seeds] for method in METHODS
+        [study.run(method, budget, seed) for seed in seeds]
+        for method in ("full", "evicted", "helper", "rescue")
     )
     lost = [f["accuracy"] - e["accuracy"] for f, e in zip(full, evicted, strict=True)]
     back = [
@@ -210,11 +197,11 @@ def ablation_table(study: Study, seeds: range, budget: int) -> list[str]:
         ("+ early exit (KV-Rescue)", "rescue", True),
     )
     rows = []
-    for title, method, detector in variants:
+    for name, method, detector in variants:
         runs = [study.run(method, budget, seed, detector=detector) for seed in seeds]
         rows.append(
             (
-                title,
+                name,
                 spread([run["accuracy"] for run in runs]),
                 spread([run["unended"] / study.args.problems for run in runs]),
                 spread([run["base_tokens"] / study.args.problems for run in runs], ".0f"),

@@ -89,7 +89,7 @@ def main() -> None:
     model = load_model(args.model) if args.model else random_model(args.tokens + 64)
     runs = {
         "steady": EvictionConfig("rkv", budget=args.budget, protect=PROTECT, cadence="steady"),
-        "sawtooth": EvictionConfig("rkv", budget=args.budget),
+        "sawtooth": EvictionConfig.released(args.budget),
         "full": EvictionConfig(),
     }
     found = {}

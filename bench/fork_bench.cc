@@ -23,7 +23,7 @@ struct Fork {
     std::shuffle(spare.begin(), spare.end(), std::mt19937_64(2));
     dst = spare;
     for (int64_t c = 0; c < candidates; ++c)
-      src.insert(src.end(), cache.table().begin(), cache.table().end());
+      src.insert(src.end(), cache.table(), cache.table() + blocks);
   }
   void Run() {
     const auto count = static_cast<int64_t>(src.size());
@@ -33,7 +33,7 @@ struct Fork {
         0);
   }
   bool Copied() const {
-    const KvCacheView& v = cache.view();
+    const KvCacheView v = cache.view();
     const auto bytes = static_cast<size_t>(cache.block_bytes() / 2);
     for (size_t i = 0; i < src.size(); ++i)
       for (const TensorView* t : {&v.key_blocks, &v.value_blocks})

@@ -1,6 +1,6 @@
 """What eviction costs on GSM8K and what KV-Rescue gives back: four ways to solve its questions.
 
-    python bench/gsm8k_rescue.py --base DIR --helper DIR --data gsm8k.jsonl --json out.json \\
+    python bench/gsm8k_rescue.py --base DIR --helper DIR --data gsm8k.jsonl --json out.jsonl \\
         --problems 20 -n 4 --budget 64
 
     full      best-of-N of the base model, full cache
@@ -9,33 +9,30 @@
     helper    best-of-N of the helper alone, full cache
 
 All ways use the same scorer (by default the likelihood under the helper with a full cache), the
-same seed and the same questions, which are all in flight together. The JSON file is written after
-every solved question; a run with the same settings goes on where the file ends. The table is
-printed last.
+same seed and the same questions, which are all in flight together. The file, one JSON record a
+line, gets every question as it is solved; a run with the same settings goes on where it ends. The
+table is printed last.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import kvcore
+from kvcore.cli.errors import in_flags
 from kvcore.config import EngineConfig, EvictionConfig, SamplingParams, SearchConfig
-from kvcore.engine import Engine
-from kvcore.eval import Problem, extract_answer, is_correct, load_problems
-from kvcore.models import LoadedModel, load_model, load_prm
+from kvcore.eval import Problem, Results, Run, ScorerSpec, load_problems
+from kvcore.eval.records import Record, early_exit_share
+from kvcore.eval.solving import Models, kept, solve_missing
 from kvcore.native import set_threads
-from kvcore.search import Prompt, Search, Solution
-from kvcore.search.best_of_n import best_of_n_config
-from kvcore.search.scorers import LoglikScorer, PrmScorer, RandomScorer
+from kvcore.search import best_of_n_config
 
 METHODS = ("full", "evicted", "rescue", "helper")
+RUNS = {"evicted": "best-of-n"}  # where a run calls it otherwise
 TITLES = {
     "full": "base, full KV",
     "evicted": "base, evicted",
@@ -51,6 +48,7 @@ COLUMNS = (
     "helper tokens",
     "scorer tokens read",
     "aborted (entropy/gzip/repetition/NaN)",
+    "early exit of base candidates",
     "evicted",
     "KV per sequence, peak",
     "full KV",
@@ -73,6 +71,7 @@ def parse_args() -> argparse.Namespace:
     add("-n", type=int, default=4, help="candidates per step, of each model")
     add("--policy", default="rkv")
     add("--budget", type=int, default=64)
+    add("--cadence", help="steady or sawtooth; the library's default if not given")
     add("--protect-prompt", action="store_true")
     add("--max-tokens", type=int, default=2048, help="context, prompt included")
     add("--max-step-tokens", type=int, default=512)
@@ -89,194 +88,111 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-class Bench:
-    """Builds each method's engines; loads each model once, when first needed."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self._loaded: dict[str, LoadedModel] = {}
-        self.search = SearchConfig(
-            n=args.n,
-            sampling=SamplingParams(max_new_tokens=args.max_step_tokens),
-            max_steps=args.max_steps,
-            max_tokens=args.max_tokens,
-            seed=args.seed,
-        )
-        self.eviction = EvictionConfig(
-            policy=args.policy, budget=args.budget, protect_prompt=args.protect_prompt
-        )
-
-    def settings(self) -> dict[str, Any]:
-        """What decides the results; a result file belongs to one such set."""
-        args = self.args
-        return {
-            "base": Path(args.base).name,
-            "helper": Path(args.helper).name,
-            "data": Path(args.data).name,
-            "problems": args.problems,
-            "scorer": args.scorer,
-            "dtype": args.dtype,
-            "search": self.search.to_json(),
-            "eviction": asdict(self.eviction),
-        }
-
-    def search_for(self, method: str, problems: dict[int, Problem]) -> Search:
-        """A search of ``problems`` (by their number in the data) in the way of ``method``."""
-        evicted = method in ("evicted", "rescue")
-        base = self._engine(
-            "helper" if method == "helper" else "base", self.eviction if evicted else None
-        )
-        helper = self._engine("helper") if method == "rescue" else None
-        config = self.search if method == "rescue" else best_of_n_config(self.search)
-        prompts = [Prompt(problem.question, key=key) for key, problem in problems.items()]
-        return Search(
-            base,
-            prompts,
-            scorer=self._scorer(method, base),
-            helper=helper,
-            config=config,
-            max_in_flight=len(prompts),
-        )
-
-    def _scorer(self, method: str, base: Engine) -> Any:
-        kind, _, path = self.args.scorer.partition(":")
-        if kind == "random":
-            return RandomScorer(self.args.seed)
-        if kind == "prm" and path:
-            return PrmScorer(self._engine("scorer"))
-        if kind != "loglik":
-            raise ValueError(
-                f"--scorer: expected loglik, random or prm:DIR, got {self.args.scorer!r}"
-            )
-        if method == "rescue":
-            return LoglikScorer()
-        return LoglikScorer(base if method == "helper" else self._engine("helper"))
-
-    def _engine(self, role: str, eviction: EvictionConfig | None = None) -> Engine:
-        args = self.args
-        if role not in self._loaded:
-            say(f"loading {role}")
-            if role == "scorer":
-                path = args.scorer.partition(":")[2]
-                self._loaded[role] = load_prm(path, dtype=args.dtype)
-            else:
-                path = getattr(args, role)
-                self._loaded[role] = load_model(path, dtype=args.dtype, argument=f"--{role}")
-        model = self._loaded[role]
-        config = EngineConfig(
+def describe(args: argparse.Namespace, method: str, problems: Sequence[Problem]) -> Run:
+    """The run of one way. Raises ValueError naming what is wrong."""
+    search = SearchConfig(
+        n=args.n,
+        sampling=SamplingParams(max_new_tokens=args.max_step_tokens),
+        max_steps=args.max_steps,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+    )
+    return Run(
+        base=args.base,
+        helper=args.helper,
+        scorer=ScorerSpec.parse(args.scorer),
+        problems=tuple(problems),
+        method=RUNS.get(method, method),
+        eviction=EvictionConfig(
+            args.policy,
+            args.budget,
+            protect_prompt=args.protect_prompt,
+            **({} if args.cadence is None else {"cadence": args.cadence}),
+        ),
+        search=search if method == "rescue" else best_of_n_config(search),
+        engine=EngineConfig(
             # A root and the candidates of both models, once as such and once being scored.
-            max_seqs=args.problems * (4 * args.n + 4),
-            context_len=min(args.max_tokens, model.context_len),
+            max_seqs=len(problems) * (4 * args.n + 4),
             kv_bytes=int(args.kv_gb * 2**30),
-        )
-        return Engine(model, config, eviction=eviction, detector=self.search.detector)
+        ),
+        dtype=args.dtype,
+    )
 
 
-def record_of(solution: Solution, problem: Problem) -> dict[str, Any]:
-    """What the result file keeps of one solved question."""
-    told = solution.to_json()
-    return {
-        "id": problem.id,
-        "gold": problem.gold,
-        "answer": extract_answer(solution.text),
-        "correct": solution.error is None and is_correct(solution.text, problem.gold),
-        "finish": solution.finish,
-        "error": solution.error,
-        "sources": [step.source for step in solution.steps],
-        "flags": [step.flag for step in solution.steps],
-        "step_tokens": [len(step.tokens) for step in solution.steps],
-        **{name: told[name] for name in ("tokens", "aborted", "evictions", "kv_bytes", "seconds")},
-        "text": solution.text,
-    }
-
-
-def open_results(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The result file's content, or an empty one.
-
-    Raises:
-        ValueError: the file was made with other settings.
-    """
-    if not path.exists():
-        return {"kvcore": kvcore.__version__, "settings": settings, "methods": {}}
-    results: dict[str, Any] = json.loads(path.read_text())
-    if results.get("settings") != json.loads(json.dumps(settings)):
-        raise ValueError(f"--json: {path} holds results of other settings; name another file")
-    return results
-
-
-def save(path: Path, results: dict[str, Any]) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(part, path)
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What all ways of a result file have in common, besides the settings of each record."""
+    return {"benchmark": "gsm8k_rescue", "data": Path(args.data).name}
 
 
 def say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def run_method(bench: Bench, method: str, problems: list[Problem], results: dict[str, Any]) -> None:
-    """Solves what the result file lacks of one method, saving after every question."""
-    empty = {"seconds": 0.0, "runs": 0, "problems": {}}
-    kept = results["methods"].setdefault(method, empty)
-    missing = {i: p for i, p in enumerate(problems) if str(i) not in kept["problems"]}
-    if not missing:
-        return
-    search = bench.search_for(method, missing)
-    kept["runs"] += 1
-    before, begin = kept["seconds"], time.monotonic()
-    for solution in search.run():
-        record = record_of(solution, missing[solution.problem])
-        kept["problems"][str(solution.problem)] = record
-        kept["seconds"] = before + time.monotonic() - begin
-        save(bench.args.json, results)
-        verdict = "right" if record["correct"] else f"wrong ({solution.error or solution.finish})"
+def solve(run: Run, method: str, results: Results, models: Models) -> dict[str, Record]:
+    """All records of one way; solves what the result file lacks."""
+    told = results.get(method, {"seconds": 0.0, "sessions": 0})
+    done = len(kept(run, results, method))
+    if done == len(run.problems):
+        return solve_missing(run, results, method, models)
+    before, begin = told["seconds"], time.monotonic()
+
+    def seconds() -> float:
+        return float(before + time.monotonic() - begin)
+
+    def on_record(record: Record) -> None:
+        nonlocal done
+        done += 1
+        verdict = "right" if record.correct else f"wrong ({record.error or record.finish})"
         say(
-            f"{method} {len(kept['problems'])}/{len(problems)}: question {solution.problem} "
-            f"{verdict}, {len(solution.steps)} steps, {kept['seconds']:.0f} s"
+            f"{method} {done}/{len(run.problems)}: question {record.id} {verdict}, "
+            f"{len(record.steps)} steps, {seconds():.0f} s"
         )
 
+    try:
+        return solve_missing(run, results, method, models, on_record=on_record)
+    finally:
+        results.put(method, {"seconds": seconds(), "sessions": told["sessions"] + 1})
 
-def table(results: dict[str, Any]) -> str:
+
+def table(found: dict[str, dict[str, Record]], results: Results) -> str:
     """Means over questions, as a Markdown table; tokens and steps per question."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
-    for method in METHODS:
-        kept = results["methods"].get(method)
-        if kept and kept["problems"]:
-            lines.append("| " + " | ".join(_row(method, kept)) + " |")
+    for method, records in found.items():
+        if records:
+            cells = _row(method, list(records.values()), results[method]["seconds"])
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _row(method: str, kept: dict[str, Any]) -> list[str]:
-    records = list(kept["problems"].values())
+def _row(method: str, records: Sequence[Record], seconds: float) -> list[str]:
     count = len(records)
-    steps = [source for r in records for source in r["sources"]]
-    right = sum(r["correct"] for r in records)
+    steps = [step.source for record in records for step in record.steps]
+    right = sum(bool(record.correct) for record in records)
     aborted = [
-        str(sum(r["aborted"][name] for r in records))
+        str(sum(getattr(record.aborted, name) for record in records))
         for name in ("entropy", "gzip", "repetition", "nan")
     ]
-    # The helper alone plays the base's part in its search.
-    own, other = ("helper", "base") if method == "helper" else ("base", "helper")
-    generated = {
-        own: sum(r["tokens"]["base"]["generated"] for r in records) / count,
-        other: sum(r["tokens"]["helper"]["generated"] for r in records) / count,
-    }
-    share = steps.count("helper") / max(1, len(steps))
-    peak = max(r["kv_bytes"]["peak"] for r in records) / 2**20
-    full = max(r["kv_bytes"]["full"] for r in records) / 2**20
+    base, helper, read = (
+        sum(getattr(record.tokens, name) for record in records) / count
+        for name in ("base", "helper", "scorer")
+    )
+    if method == "helper":  # it plays the base's part in its search
+        base, helper = helper, base
+    share, early = steps.count("helper") / max(1, len(steps)), early_exit_share(records)
     return [
         TITLES[method],
         f"{right}/{count} ({right / count:.0%})",
         f"{len(steps) / count:.1f}",
         "-" if method != "rescue" else f"{share:.0%}",
-        f"{generated['base']:.0f}",
-        f"{generated['helper']:.0f}",
-        f"{sum(r['tokens']['scorer']['processed'] for r in records) / count:.0f}",
+        f"{base:.0f}",
+        f"{helper:.0f}",
+        f"{read:.0f}",
         "/".join(aborted),
-        f"{sum(r['evictions'] for r in records) / count:.0f}",
-        f"{peak:.2f} MiB",
-        f"{full:.2f} MiB",
-        f"{kept['seconds']:.0f}",
+        "-" if early is None else f"{early:.1%}",
+        f"{sum(record.evictions for record in records) / count:.0f}",
+        f"{max(record.kv_bytes.peak for record in records) / 2**20:.2f} MiB",
+        f"{max(record.kv_bytes.full for record in records) / 2**20:.2f} MiB",
+        f"{seconds:.0f}",
     ]
 
 
@@ -285,21 +201,22 @@ def main() -> int:
     try:
         problems = load_problems(args.data, args.problems)
         if len(problems) < args.problems:
-            found = len(problems)
-            raise ValueError(f"--problems: expected at most {found}, got {args.problems}")
+            raise ValueError(f"--problems: expected at most {len(problems)}, got {args.problems}")
         if args.threads is not None:
             set_threads(args.threads)
-        bench = Bench(args)
-        results = open_results(args.json, bench.settings())
-        for method in args.methods:
-            run_method(bench, method, problems, results)
+        runs = {method: describe(args, method, problems) for method in METHODS}
+        models = Models()
+        with Results(args.json, settings(args)) as results:
+            found = {method: kept(run, results, method) for method, run in runs.items()}
+            for method in args.methods:
+                found[method] = solve(runs[method], method, results, models)
+            print(table(found, results))
     except (ValueError, OSError) as error:
-        say(f"error: {error}")
+        say(f"error: {in_flags(str(error), policy='--policy')}")
         return 1
     except KeyboardInterrupt:
         say(f"interrupted; {args.json} holds what was solved")
         return 130
-    print(table(results))
     return 0
 
 

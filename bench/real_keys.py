@@ -29,7 +29,7 @@ from kvcore.engine.runner import ModelRunner
 from kvcore.files import write_json
 from kvcore.models import LoadedModel, load_model
 from kvcore.native import _C, set_threads
-from kvcore.policies import elect, make_policy
+from kvcore.policies import Evictor, make_policy
 
 WINDOW, PROTECT, KERNEL, MIX, THRESHOLD = 8, 8, 7, 0.1, 0.5
 EVENTS = ((192, 64), (640, 512))  # entries, budget
@@ -162,30 +162,19 @@ def kept(score: Tensor, budget: int) -> Tensor:
 def check_elections(model: LoadedModel, texts: list[list[int]]) -> dict[str, Any]:
     """The fused pass against direct scoring after every token."""
     policy = make_policy(STEADY)
-    assert policy is not None and STEADY.budget is not None
-    slots = STEADY.budget + STEADY.protect
+    assert policy is not None
+    slots = STEADY.trigger
     settings = _C.RkvSettings(STEADY.protect, STEADY.kernel, STEADY.mix, STEADY.threshold)
     feeder = Feeder(model, texts, replaces=True, observe=settings, state_slots=slots)
-    cache, shape = feeder.cache, feeder.shape
+    cache, evictor = feeder.cache, Evictor(policy, feeder.cache)
     feeder.feed(slots)
     elections = same = 0
     worst = 0.0
     while True:
-        elect(policy, cache, feeder.seqs, [slots] * len(texts))
-        rows = cache.rows(feeder.seqs)
-        direct = ops.score_rkv(
-            cache.store,
-            rows,
-            (shape.layers, shape.kv_heads),
-            slots,
-            protect=STEADY.protect,
-            kernel=STEADY.kernel,
-            mix=STEADY.mix,
-            threshold=STEADY.threshold,
-            pool_first=False,
-        )
+        evictor.settle(feeder.seqs, [slots] * len(texts))
+        direct = policy.score(cache, feeder.seqs)
         assert cache.replace is not None
-        chosen = cache.replace[rows.long()].long()
+        chosen = cache.replace[cache.rows(feeder.seqs).long()].long()
         if bool((chosen < 0).any()):
             raise SystemExit("error: a full lane has no elected slot")
         gap = direct.gather(-1, chosen[..., None])[..., 0] - direct.min(-1).values

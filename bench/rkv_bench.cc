@@ -27,33 +27,22 @@ constexpr int64_t kColdBytes = 400ll << 20;
 class Lanes {
  public:
   Lanes(int64_t slots, int64_t group, int64_t layers)
-      : slots_(slots), group_(group), layers_(layers) {
-    const int64_t lane_blocks = BlocksFor(slots), blocks = layers * kKvHeads * lane_blocks;
-    const RkvStateLayout state(slots, kWindow, kHeadDim);
-    key_ = OwnedTensor(DType::kBF16, {blocks, 16 * kHeadDim});
-    value_ = OwnedTensor(DType::kBF16, {blocks, 16 * kHeadDim});
-    position_ = OwnedTensor(DType::kI32, {blocks, 16});
-    table_ = OwnedTensor(DType::kI32, {1, layers, kKvHeads, lane_blocks});
-    lane_len_ = OwnedTensor(DType::kI32, {1, layers, kKvHeads});
-    seq_len_ = OwnedTensor(DType::kI32, {1});
-    ring_ = OwnedTensor(DType::kBF16, {1, layers, kKvHeads * group, kWindow, kHeadDim});
-    replace_ = OwnedTensor(DType::kI32, {1, layers, kKvHeads});
-    state_.resize(static_cast<size_t>(layers * kKvHeads * state.bytes + 64));
-    KvCacheView view;
-    view.key_blocks = key_.view();
-    view.value_blocks = value_.view();
-    view.position = position_.view();
-    view.block_table = table_.view();
-    view.lane_len = lane_len_.view();
-    view.seq_len = seq_len_.view();
-    view.query_ring = ring_.view();
-    view.replace = replace_.view();
-    const auto at = reinterpret_cast<uintptr_t>(state_.data());
-    view.lane_state = MakeView(state_.data() + ((at + 63) / 64 * 64 - at), DType::kU8,
-                               {1, layers, kKvHeads, state.bytes});
-    view.state_slots = slots;
-    view.head_dim = kHeadDim;
-    store_ = std::make_unique<KvStore>(view);
+      : slots_(slots),
+        group_(group),
+        layers_(layers),
+        tensors_({.dtype = DType::kBF16,
+                  .rows = 1,
+                  .layers = layers,
+                  .kv_heads = kKvHeads,
+                  .q_heads = kKvHeads * group,
+                  .head_dim = kHeadDim,
+                  .max_blocks = BlocksFor(slots),
+                  .blocks = layers * kKvHeads * BlocksFor(slots),
+                  .window = kWindow,
+                  .replaces = true,
+                  .states = layers * kKvHeads,
+                  .state_slots = slots}) {
+    store_ = std::make_unique<KvStore>(tensors_.view());
     seq_ = store_->Create();
     rkv_.protect = slots == 192 ? 96 : 128;
     for (int64_t i = 0; i < layers * kHeadDim; ++i) mean_.push_back(1.2f * Next());
@@ -102,11 +91,11 @@ class Lanes {
   }
   const OwnedTensor& out() const { return out_; }
   int64_t layers() const { return layers_; }
-  bool HasElected(int64_t layer) const { return store_->view().Replaced(layer * kKvHeads) >= 0; }
+  bool HasElected(int64_t layer) const { return Lane(store_->view(), 0, layer, 0).Replaced() >= 0; }
   // Without an election: some slot of the past.
   void ReplaceAny(int64_t layer, int64_t token) {
     for (int64_t h = 0; h < kKvHeads; ++h)
-      replace_.Set({0, layer, h}, static_cast<double>(token * 7 % (slots_ / 4)));
+      tensors_.replace.Set({0, layer, h}, static_cast<double>(token * 7 % (slots_ / 4)));
   }
 
  private:
@@ -131,6 +120,7 @@ class Lanes {
     OwnedTensor full(DType::kI32, {layers_, kKvHeads});
     full.Fill(static_cast<double>(slots_));
     std::vector<uint8_t> scratch(static_cast<size_t>(BuildRkvStateScratchBytes(store_->view(), 1)));
+    store_->TakeStates({seq_}, full.view());
     BuildRkvStateParams p;
     p.rows = rows_.view();
     p.full = full.view();
@@ -142,10 +132,10 @@ class Lanes {
 
   int64_t slots_, group_, layers_, count_ = 0;
   uint64_t random_ = 1;
-  OwnedTensor key_, value_, position_, table_, lane_len_, seq_len_, ring_, replace_;
+  CacheTensors tensors_;
   OwnedTensor rows_ = OwnedTensor::I32({0}), cu_, query_, out_;
   std::vector<float> mean_;
-  std::vector<uint8_t> state_, scratch_;
+  std::vector<uint8_t> scratch_;
   RkvSettings rkv_;
   std::unique_ptr<KvStore> store_;
   SeqId seq_ = 0;

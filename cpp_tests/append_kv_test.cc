@@ -201,7 +201,7 @@ TEST(AppendKvErrors, NameTheArgumentAndChangeNothing) {
   EXPECT_EQ(error([&](auto&, auto& p) { p.value = heads.view(); }), "value");
   EXPECT_EQ(error([&](auto&, auto& p) { p.query = heads.view(); }), "query");
   EXPECT_EQ(error([&](auto&, auto& p) { p.query = TensorView(); }), "query");
-  EXPECT_EQ(error([&](auto& v, auto&) { v.query_ring = TensorView(); }), "query");
+  EXPECT_EQ(error([&](auto& v, auto&) { v.row_states = KvCacheView().row_states; }), "query");
   EXPECT_EQ(error([&](auto&, auto& p) { p.layer = 1; }), "layer");
   EXPECT_EQ(error([&](auto& v, auto&) { v.lane_len.template ptr<int32_t>()[1] = 1; }), "lane_len");
   EXPECT_EQ(error([&](auto& v, auto&) { v.seq_len.template ptr<int32_t>()[0] = 1; }), "seq_len");

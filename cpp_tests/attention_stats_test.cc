@@ -26,7 +26,7 @@ LaneShape Shape(DType dtype, int64_t group, int64_t channels) {
   s.q_heads = 2 * group;
   s.head_dim = 40;
   s.max_blocks = 24;
-  s.stats_channels = channels;
+  if (channels > 0) s.planes = {{kAttentionStats, DType::kF32, channels}};
   return s;
 }
 
@@ -91,11 +91,11 @@ TEST(AttentionStats, ChannelsAreThoseOfTheOracleAtEveryLevelAndType) {
               for (int64_t h = 0; h < 2; ++h)
                 for (int64_t slot = 0; slot < cache.Len(row, layer, h); ++slot)
                   for (int64_t c = 0; c < channels; ++c) {
-                    const double was = before.Stat(row, layer, h, slot, c);
+                    const double was = before.Number(row, layer, h, slot, c);
                     const bool sees = layer == 1 && seq_of_row[row] >= 0;
                     const double want =
                         sees ? Wanted(got, channels, seq_of_row[row], h, group, slot, c, was) : was;
-                    ASSERT_NEAR(cache.Stat(row, layer, h, slot, c), want,
+                    ASSERT_NEAR(cache.Number(row, layer, h, slot, c), want,
                                 want == was ? 0.0 : 1e-5 * (1 + want))
                         << IsaName(isa) << " group " << group << " row " << row << " slot " << slot
                         << " channel " << c;
@@ -128,8 +128,7 @@ TEST(AttentionStats, IsTheSameBitsHoweverTokensAreBatched) {
       };
       for (int64_t t = 0; t < 40; t += 8) feed(0, 0, 40, t, t + 8);
       for (int64_t t = 0; t < 20; ++t) feed(1, 40, 20, t, t + 1);
-      EXPECT_TRUE(SameBytes(pieces.attention_stats, at_once.attention_stats))
-          << threads << " threads";
+      EXPECT_TRUE(SameBytes(pieces.planes[0], at_once.planes[0])) << threads << " threads";
     }
   }
   SetNumThreads(1);
@@ -145,9 +144,9 @@ TEST(AttentionStats, AppendingStartsAndEvictingMovesThem) {
   for (int64_t i = 0; i < 4; ++i) drop.SetAt(2 * i, 3), drop.SetAt(2 * i + 1, 38);
   EvictSlotsCpu(cache.view(), {rows.view(), drop.view(), count.view()}, 0);
   for (int64_t c = 0; c < kChannels; ++c) {
-    EXPECT_EQ(cache.Stat(1, 0, 0, 3, c), before.Stat(1, 0, 0, 39, c));
-    EXPECT_EQ(cache.Stat(1, 1, 1, 2, c), before.Stat(1, 1, 1, 2, c));
-    EXPECT_EQ(cache.Stat(0, 1, 1, 3, c), before.Stat(0, 1, 1, 3, c));
+    EXPECT_EQ(cache.Number(1, 0, 0, 3, c), before.Number(1, 0, 0, 39, c));
+    EXPECT_EQ(cache.Number(1, 1, 1, 2, c), before.Number(1, 1, 1, 2, c));
+    EXPECT_EQ(cache.Number(0, 1, 1, 3, c), before.Number(0, 1, 1, 3, c));
   }
 
   cache.Extend(2, 1);
@@ -160,8 +159,8 @@ TEST(AttentionStats, AppendingStartsAndEvictingMovesThem) {
   AppendKvCpu(cache.view(), p, 0);
   for (int64_t h = 0; h < 2; ++h)
     for (int64_t c = 0; c < kChannels; ++c) {
-      EXPECT_EQ(cache.Stat(2, 1, h, 40, c), static_cast<double>(c));
-      EXPECT_EQ(cache.Stat(2, 1, h, 39, c), before.Stat(2, 1, h, 39, c));
+      EXPECT_EQ(cache.Number(2, 1, h, 40, c), static_cast<double>(c));
+      EXPECT_EQ(cache.Number(2, 1, h, 39, c), before.Number(2, 1, h, 39, c));
     }
 }
 
@@ -173,7 +172,7 @@ TEST(AttentionStats, ForksNeverShareThem) {
   KvStore store(cache.view());
   const SeqId parent = store.Create();
   store.Extend({parent}, {40});
-  cache.attention_stats.Fill(2.5);
+  cache.planes[0].Fill(2.5);
   const SeqId child = store.Fork(parent, 1, false)[0];
   EXPECT_EQ(store.BlocksToFork(parent, 1, false), 12);
   for (int64_t lane = 0; lane < 4; ++lane)
@@ -183,7 +182,7 @@ TEST(AttentionStats, ForksNeverShareThem) {
       const int64_t its =
           static_cast<int64_t>(cache.block_table.Get({store.Row(child), lane / 2, lane % 2, b}));
       EXPECT_NE(mine, its);
-      for (int64_t c = 0; c < 3; ++c) EXPECT_EQ(cache.attention_stats.Get({its, c, 7}), 2.5);
+      for (int64_t c = 0; c < 3; ++c) EXPECT_EQ(cache.planes[0].Get({its, c, 7}), 2.5);
     }
   store.CheckIntegrity();
 }

@@ -263,7 +263,7 @@ TEST(KvStoreIntegrity, ForeignWritesAreFound) {
 }
 
 TEST(KvStoreIntegrity, AViewThatDoesNotFitTogetherIsRefused) {
-  const StoreTensors tensors({});
+  const CacheTensors tensors({});
   KvCacheView view = tensors.view();
   view.head_dim = 16;
   EXPECT_THROW(KvStore store(view), Error);
@@ -355,7 +355,7 @@ TEST(KvStoreLarge, TableOffsetsMayPassTwoToThe31) {
   constexpr int64_t kRows = 80, kLayers = 4, kHeads = 8, kMaxBlocks = int64_t{1} << 20;
   const Sparse table(kRows * kLayers * kHeads * kMaxBlocks * 4);
   if (!table.ok()) GTEST_SKIP() << "no address space";
-  StoreTensors tensors({.rows = kRows,
+  CacheTensors tensors({.rows = kRows,
                         .layers = kLayers,
                         .kv_heads = kHeads,
                         .q_heads = kHeads,

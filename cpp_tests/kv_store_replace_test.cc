@@ -7,7 +7,7 @@
 
 #include "base/check.h"
 #include "store/kv_store.h"
-#include "support/lane_fixture.h"
+#include "support/cache_tensors.h"
 
 namespace kvcore {
 namespace {
@@ -16,41 +16,34 @@ constexpr int64_t kHeads = 2, kDim = 8, kBlocks = 40, kRows = 4, kMaxBlocks = 4;
 
 class KvStoreReplaceTest : public testing::Test {
  protected:
-  KvStoreReplaceTest() {
-    key_ = OwnedTensor(DType::kF32, {kBlocks, 16 * kDim});
-    value_ = OwnedTensor(DType::kF32, {kBlocks, 16 * kDim});
-    position_ = OwnedTensor(DType::kI32, {kBlocks, 16});
-    table_ = OwnedTensor(DType::kI32, {kRows, 1, kHeads, kMaxBlocks});
-    lane_len_ = OwnedTensor(DType::kI32, {kRows, 1, kHeads});
-    seq_len_ = OwnedTensor(DType::kI32, {kRows});
-    replace_ = OwnedTensor(DType::kI32, {kRows, 1, kHeads});
-    KvCacheView view;
-    view.key_blocks = key_.view();
-    view.value_blocks = value_.view();
-    view.position = position_.view();
-    view.block_table = table_.view();
-    view.lane_len = lane_len_.view();
-    view.seq_len = seq_len_.view();
-    view.replace = replace_.view();
-    view.head_dim = kDim;
-    store_ = std::make_unique<KvStore>(view);
+  KvStoreReplaceTest()
+      : tensors_({.rows = kRows,
+                  .layers = 1,
+                  .kv_heads = kHeads,
+                  .q_heads = kHeads,
+                  .head_dim = kDim,
+                  .max_blocks = kMaxBlocks,
+                  .blocks = kBlocks,
+                  .window = 0,
+                  .replaces = true}) {
+    store_ = std::make_unique<KvStore>(tensors_.view());
   }
   ~KvStoreReplaceTest() override { store_->CheckIntegrity(); }
 
   int64_t Len(SeqId seq, int64_t head) const {
-    return static_cast<int64_t>(lane_len_.Get({store_->Row(seq), 0, head}));
+    return static_cast<int64_t>(tensors_.lane_len.Get({store_->Row(seq), 0, head}));
   }
   int64_t Replaced(SeqId seq, int64_t head) const {
-    return static_cast<int64_t>(replace_.Get({store_->Row(seq), 0, head}));
+    return static_cast<int64_t>(tensors_.replace.Get({store_->Row(seq), 0, head}));
   }
   void Replace(SeqId seq, int64_t head, int64_t slot) {
-    replace_.Set({store_->Row(seq), 0, head}, static_cast<double>(slot));
+    tensors_.replace.Set({store_->Row(seq), 0, head}, static_cast<double>(slot));
   }
   int32_t Block(SeqId seq, int64_t head, int64_t i) const {
-    return static_cast<int32_t>(table_.Get({store_->Row(seq), 0, head, i}));
+    return static_cast<int32_t>(tensors_.block_table.Get({store_->Row(seq), 0, head, i}));
   }
 
-  OwnedTensor key_, value_, position_, table_, lane_len_, seq_len_, replace_;
+  CacheTensors tensors_;
   std::unique_ptr<KvStore> store_;
 };
 
@@ -138,6 +131,44 @@ TEST_F(KvStoreReplaceTest, EvictionAndANewOwnerOfTheRowForgetTheSlot) {
   const SeqId next = store_->Create();
   ASSERT_EQ(store_->Row(next), row);
   EXPECT_EQ(Replaced(next, 0), -1);
+}
+
+TEST_F(KvStoreReplaceTest, AnElectionNamesLiveSlotsOrIsRefusedAsAWhole) {
+  const SeqId a = store_->Create(), b = store_->Create();
+  store_->Extend({a, b}, {20, 4});
+  OwnedTensor slots(DType::kI32, {2, 1, kHeads});
+  const auto elect = [&](std::vector<int32_t> values) -> std::string {
+    for (size_t i = 0; i < values.size(); ++i) slots.SetAt(static_cast<int64_t>(i), values[i]);
+    try {
+      store_->Elect({b, a}, slots.view());
+    } catch (const Error& e) {
+      return e.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(elect({3, kNoReplace, 19, 0}), "");
+  EXPECT_EQ(Replaced(b, 0), 3);
+  EXPECT_EQ(Replaced(b, 1), kNoReplace);
+  EXPECT_EQ(Replaced(a, 0), 19);
+  EXPECT_EQ(Replaced(a, 1), 0);
+  const std::string name = "row " + std::to_string(store_->Row(b)) + ", layer 0, kv head 1, got ";
+  EXPECT_NE(elect({1, 4, 1, 1}).find(name + "4"), std::string::npos);
+  EXPECT_NE(elect({1, kNotFinite, 1, 1}).find(name + "-2"), std::string::npos);
+  EXPECT_EQ(Replaced(b, 0), 3);
+  EXPECT_EQ(Replaced(a, 0), 19);
+  EXPECT_THROW(store_->Elect({a}, slots.view()), Error);
+  EXPECT_THROW(store_->Elect({a, a}, slots.view()), Error);
+}
+
+TEST(KvStoreElect, IsForCachesThatReplaceAndWhoseAttentionDoesNotElect) {
+  for (const bool replaces : {false, true}) {
+    const CacheTensors tensors({.replaces = replaces, .states = replaces ? 3 : 0});
+    KvStore store(tensors.view());
+    const SeqId seq = store.Create();
+    store.Extend({seq}, {5});
+    OwnedTensor slots(DType::kI32, {1, 2, 2});
+    EXPECT_THROW(store.Elect({seq}, slots.view()), Error);
+  }
 }
 
 }  // namespace

@@ -13,7 +13,7 @@
 namespace kvcore {
 namespace {
 
-constexpr StoreShape kShape = {.rows = 12, .max_blocks = 6, .blocks = 240, .replaces = true};
+const CacheShape kShape = {.rows = 12, .max_blocks = 6, .blocks = 240, .replaces = true};
 
 class StoreSafety : public testing::Test {
  protected:

@@ -14,6 +14,7 @@
 #include "store/kv_store.h"
 #include "support/bad_numbers.h"
 #include "support/isa_levels.h"
+#include "support/lane_fixture.h"
 #include "support/rkv_stream.h"
 
 namespace kvcore {
@@ -52,7 +53,7 @@ Result Attend(const LaneFixture& cache, const OwnedTensor& query, bool accumulat
   Result r{query, OwnedTensor(DType::kF32, {4, cache.shape().q_heads}), OwnedTensor::I32({0, 0})};
   OwnedTensor scratch(DType::kU8, {AttendScratchBytes(cache.view(), NumThreads())});
   KvCacheView view = cache.view();
-  view.not_finite = r.not_finite.view();
+  view.row_states.Set("not_finite", r.not_finite.view());
   AttendParams p;
   p.query = query.view();
   p.out = r.out.view();
@@ -174,7 +175,7 @@ TEST_P(NotFinite, ProductsThatOverflowAreNotLostEither) {
 TEST_P(NotFinite, AttentionStatsKeepIt) {
   for (const int64_t channels : {int64_t{1}, 3 * group()}) {
     LaneShape s = Shape(dtype(), group());
-    s.stats_channels = channels;
+    s.planes = {{kAttentionStats, DType::kF32, channels}};
     for (const uint32_t bits : BadBits(dtype()))
       for (const bool in_query : {true, false}) {
         const LaneFixture cache(s, {150, 40, 150, 40}, 6);
@@ -187,9 +188,9 @@ TEST_P(NotFinite, AttentionStatsKeepIt) {
         Attend(cache, query, true);
         for (int64_t c = 0; c < channels; ++c) {
           const bool hit = channels == 1 || !in_query || c % group() == g;
-          EXPECT_EQ(std::isnan(cache.Stat(1, 0, 0, 30, c)), hit) << "channel " << c;
-          EXPECT_FALSE(std::isnan(cache.Stat(1, 0, 1, 30, c)));
-          EXPECT_FALSE(std::isnan(cache.Stat(0, 0, 0, 30, c)));
+          EXPECT_EQ(std::isnan(cache.Number(1, 0, 0, 30, c)), hit) << "channel " << c;
+          EXPECT_FALSE(std::isnan(cache.Number(1, 0, 1, 30, c)));
+          EXPECT_FALSE(std::isnan(cache.Number(0, 0, 0, 30, c)));
         }
       }
   }
@@ -321,7 +322,7 @@ TEST_P(NotFinite, AppendStoresNanThroughoutAndNotesTheFirstPosition) {
       const OwnedTensor rows = OwnedTensor::I32({0, 1}), cu = OwnedTensor::I32({0, 2, 8});
       const OwnedTensor plane = OwnedTensor::I32({0, 0});
       KvCacheView view = cache.view();
-      view.not_finite = plane.view();
+      view.row_states.Set("not_finite", plane.view());
       AppendKvParams p;
       p.key = key.view();
       p.value = value.view();
@@ -347,7 +348,7 @@ TEST(NotFinitePlane, LivesAndDiesWithItsSequence) {
   const LaneFixture cache(s, std::vector<int32_t>(8, 0), 10);
   OwnedTensor plane = OwnedTensor::I32({7, 7, 7, 7});
   KvCacheView view = cache.view();
-  view.not_finite = plane.view();
+  view.row_states.Set("not_finite", plane.view());
   KvStore store(view);
   for (int64_t row = 0; row < 4; ++row) EXPECT_EQ(plane.Get({row}), 0);
   const SeqId a = store.Create();

@@ -135,11 +135,13 @@ TEST(ScoreKeys, NamesTheFirstLaneWhoseKeysAreNotFinite) {
 TEST(ScoreKeys, TheFirstBadLaneIsTheFirstInOrderNotInTime) {
   const LaneFixture cache(Shape(), {5, 5, 5, 5, 5, 5, 5, 5}, 11);
   const OwnedTensor rows = OwnedTensor::I32({0, 1});
-  FirstBadLane bad(8);
-  EXPECT_NO_THROW(bad.Check(cache.view(), rows.view(), "op", "cause"));
+  const KvCacheView view = cache.view();
+  const LanesOfRows lanes(view, rows.view());
+  FirstBadLane bad(lanes);
+  EXPECT_NO_THROW(bad.Check("op", "cause"));
   for (int64_t index : {6, 3, 5}) bad.Add(index);
   try {
-    bad.Check(cache.view(), rows.view(), "op", "cause");
+    bad.Check("op", "cause");
     FAIL() << "expected an Error";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("row 0, layer 1, kv head 1"), std::string::npos)

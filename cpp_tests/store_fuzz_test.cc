@@ -24,27 +24,30 @@ int64_t NumOps() {
 struct Kind {
   const char* name;
   bool replaces;
-  int64_t stats_channels;
+  bool has_planes;
   int64_t states;
 };
 
-constexpr Kind kKinds[] = {{"Plain", false, 0, 0},
-                           {"Replacing", true, 0, 0},
-                           {"Accumulating", true, 3, 0},
-                           {"WithStates", true, 0, 9}};
+constexpr Kind kKinds[] = {{"Plain", false, false, 0},
+                           {"Replacing", true, false, 0},
+                           {"WithPlanes", true, true, 0},
+                           {"WithStates", true, false, 9}};
 constexpr int64_t kNumKinds = std::size(kKinds);
 
 class StoreFuzz : public ::testing::TestWithParam<Kind> {
  protected:
-  static StoreShape Shape() {
+  static std::vector<PlaneShape> Planes() {
+    return {{"wide", DType::kF32, 3}, {"half", DType::kBF16, 1}, {"byte", DType::kU8, 2}};
+  }
+  static CacheShape Shape() {
     return {.rows = 10,
             .head_dim = 8,
             .max_blocks = 5,
             .blocks = 56,
             .window = 4,
             .replaces = GetParam().replaces,
-            .stats_channels = GetParam().stats_channels,
-            .states = GetParam().states};
+            .states = GetParam().states,
+            .planes = GetParam().has_planes ? Planes() : std::vector<PlaneShape>()};
   }
   StoreFuzz() : m(Shape()), random(20240817) { SetNumThreads(1); }
 
@@ -283,7 +286,7 @@ class StoreFuzz : public ::testing::TestWithParam<Kind> {
       return {seq};
     }
     if (what < 95) {
-      if (m.shape().stats_channels > 0) m.Attend(seq);
+      if (GetParam().has_planes) m.WritePlanes(seq);
       if (m.shape().states > 0) TakeStates(some);
       if (m.shape().replaces && random.Chance(50)) m.ForgetReplace(seq);
       return {seq};

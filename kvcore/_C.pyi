@@ -8,6 +8,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+BLOCK_SLOTS: int
+"""Slots of one block."""
+NO_REPLACE: int
+"""What ``replace`` says of a lane whose next token is appended."""
+NOT_FINITE: int
+"""As NO_REPLACE: nothing can be elected, since keys or queries are not finite."""
+
 class OutOfBlocks(RuntimeError):
     """The pool has too few free blocks or rows; nothing was changed."""
 
@@ -20,10 +27,10 @@ class KvStore:
     key_blocks, value_blocks: T [blocks, 16 * head_dim]; position: i32 [blocks, 16];
     block_table: i32 [rows, layers, kv_heads, max_blocks]; lane_len: i32 [rows, layers, kv_heads];
     seq_len: i32 [rows]; query_ring: T [rows, layers, q_heads, window, head_dim] or None;
-    attention_stats: f32 [blocks, channels, 16] with stats_start f32 [channels], or None;
-    replace: i32 [rows, layers, kv_heads] or None;
-    not_finite: i32 [rows] or None: 1 + the smallest position whose key, value, query or attention
-    was not finite, 0 for none;
+    planes: (name, T [blocks, channels, 16], T [channels] that a slot begins with) each;
+    row_states: (name, T [rows, ...], T [1] that a row begins with or None) each. Known names are
+    "replace", i32 [rows, layers, kv_heads], and "not_finite", i32 [rows]: 1 + the smallest position
+    whose key, value, query or attention was not finite, 0 for none;
     lane_state: u8 [states, bytes] with state_of i32 [rows, layers, kv_heads], or None.
     """
 
@@ -37,13 +44,11 @@ class KvStore:
         seq_len: Tensor,
         query_ring: Tensor | None = None,
         head_dim: int = ...,
-        replace: Tensor | None = None,
+        planes: Sequence[tuple[str, Tensor, Tensor]] = (),
+        row_states: Sequence[tuple[str, Tensor, Tensor | None]] = (),
         lane_state: Tensor | None = None,
-        state_slots: int = 0,
-        attention_stats: Tensor | None = None,
-        stats_start: Tensor | None = None,
-        not_finite: Tensor | None = None,
         state_of: Tensor | None = None,
+        state_slots: int = 0,
     ) -> None: ...
     def num_replaced(self, seq: int) -> int:
         """Slots that the last extend overwrites; it cannot be undone if there are any."""
@@ -61,6 +66,10 @@ class KvStore:
 
     def forget_replace(self, seq: int) -> None:
         """Every lane appends its next token, whatever was elected."""
+
+    def elect(self, seqs: Sequence[int], slots: Tensor) -> None:
+        """Name the slots that next tokens overwrite: i32 [seqs, layers, kv_heads], NO_REPLACE to
+        append."""
 
     def take_states(self, seqs: Sequence[int], full: Tensor) -> None:
         """A lane state for every lane that holds ``full`` i32 [layers, kv_heads] slots."""
@@ -186,6 +195,14 @@ def select_slots(
     stream: int = 0,
 ) -> None: ...
 def copy_blocks(store: KvStore, src: Tensor, dst: Tensor, stream: int = 0) -> None: ...
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    gated: bool = False,
+    stream: int = 0,
+) -> None: ...
 def sample_tokens(
     logits: Tensor,
     temperature: Tensor,

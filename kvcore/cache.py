@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from kvcore import ops
-from kvcore.checks import require
+from kvcore.checks import require, require_int
 from kvcore.native import _C
+
+ATTENTION_STATS = "attention_stats"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,47 @@ class CacheShape:
         return 2 * ops.BLOCK_SLOTS * self.head_dim * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Plane:
+    """Numbers that the cache keeps of every slot.
+
+    They begin with ``start`` when the slot is written, move with it when others are evicted, and
+    are copied with its block. Forks of a cache with planes never share blocks, since later tokens
+    may write to any slot.
+
+    Attributes:
+        name: 1 to 31 bytes; the operations find the plane by it.
+        dtype: of 1, 2, 4 or 8 bytes.
+        channels: numbers of one slot.
+        start: one number for all channels, or one for each.
+    """
+
+    name: str
+    dtype: torch.dtype
+    channels: int = 1
+    start: float | Sequence[float] = 0
+
+    def __post_init__(self) -> None:
+        require_int(self.channels, "channels", 1, 2**20)
+        given = [self.start] if isinstance(self.start, (int, float)) else list(self.start)
+        right = len(given) in (1, self.channels)
+        require(right, "start", f"1 or {self.channels} numbers for plane {self.name!r}", self.start)
+
+    def starts(self) -> Tensor:
+        """[channels] of ``dtype``."""
+        start = torch.tensor(self.start, dtype=self.dtype)
+        return start.expand(self.channels).contiguous() if start.numel() == 1 else start
+
+
+def attention_plane(shape: CacheShape, accumulates: Literal["sum", "per_head"]) -> Plane:
+    """What attention adds up in every slot (csrc/ops/attend.h)."""
+    if accumulates == "sum":
+        return Plane(ATTENTION_STATS, torch.float32)
+    group = shape.q_heads // shape.kv_heads
+    start = [0.0] * group + [1.0] * group + [0.0] * group
+    return Plane(ATTENTION_STATS, torch.float32, 3 * group, start)
+
+
 class KVCache:
     """Paged keys and values of up to ``rows`` sequences; a sequence is named by its store handle.
 
@@ -56,6 +99,7 @@ class KVCache:
             rows. Memory is touched only when used.
         accumulates: what attention adds up in every slot (``attention_stats``): "sum", "per_head",
             or nothing.
+        planes: what else is kept of every slot.
     """
 
     def __init__(
@@ -71,12 +115,13 @@ class KVCache:
         state_slots: int = 0,
         states: int | None = None,
         accumulates: Literal["sum", "per_head"] | None = None,
+        planes: Sequence[Plane] = (),
     ) -> None:
         self.shape = shape
         self.blocks = blocks
         self.window = window
         elements = ops.BLOCK_SLOTS * shape.head_dim
-        max_blocks = -(-max_len // ops.BLOCK_SLOTS)
+        max_blocks = ops.blocks_for(max_len)
         self.key_blocks = torch.empty((blocks, elements), dtype=shape.dtype)
         self.value_blocks = torch.empty((blocks, elements), dtype=shape.dtype)
         self.position = torch.empty((blocks, ops.BLOCK_SLOTS), dtype=torch.int32)
@@ -86,7 +131,8 @@ class KVCache:
         self.seq_len = torch.zeros(rows, dtype=torch.int32)
         ring = (rows, shape.layers, shape.q_heads, window, shape.head_dim)
         self.query_ring = torch.empty(ring, dtype=shape.dtype) if window else None
-        self.replace = torch.full(table[:3], -1, dtype=torch.int32) if replaces else None
+        no_slot = torch.tensor(_C.NO_REPLACE, dtype=torch.int32)
+        self.replace = no_slot.expand(table[:3]).clone() if replaces else None
         self.observe = observe
         self.scale = shape.head_dim**-0.5  # of the attention, as last seen
         self._has_scale = False
@@ -98,12 +144,16 @@ class KVCache:
             self.state_bytes = _C.rkv_state_bytes(state_slots, window, shape.head_dim)
             self.lane_state = torch.empty((self.states, self.state_bytes), dtype=torch.uint8)
             self.state_of = torch.full(table[:3], -1, dtype=torch.int32)
-        self.stats_plane = self.stats_start = None
+        declared = list(planes)
         if accumulates is not None:
-            group = shape.q_heads // shape.kv_heads
-            start = [0.0] if accumulates == "sum" else [0.0] * group + [1.0] * group + [0.0] * group
-            self.stats_start = torch.tensor(start)
-            self.stats_plane = torch.empty((blocks, len(start), ops.BLOCK_SLOTS))
+            declared.append(attention_plane(shape, accumulates))
+        self.planes = {
+            p.name: torch.empty((blocks, p.channels, ops.BLOCK_SLOTS), dtype=p.dtype)
+            for p in declared
+        }
+        row_states = [("not_finite", self._not_finite, torch.zeros(1, dtype=torch.int32))]
+        if self.replace is not None:
+            row_states.append(("replace", self.replace, no_slot[None]))
         self.store = _C.KvStore(
             self.key_blocks,
             self.value_blocks,
@@ -113,13 +163,11 @@ class KVCache:
             self.seq_len,
             self.query_ring,
             shape.head_dim,
-            self.replace,
-            self.lane_state,
-            state_slots,
-            self.stats_plane,
-            self.stats_start,
-            self._not_finite,
-            self.state_of,
+            planes=[(p.name, self.planes[p.name], p.starts()) for p in declared],
+            row_states=row_states,
+            lane_state=self.lane_state,
+            state_of=self.state_of,
+            state_slots=state_slots,
         )
         self._scratch_threads = 0
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -175,8 +223,25 @@ class KVCache:
             scale,
             self._attend_scratch(),
             self.observe,
-            accumulate=self.stats_plane is not None,
+            accumulate=ATTENTION_STATS in self.planes,
         )
+
+    @property
+    def stats_plane(self) -> Tensor | None:
+        """f32 [blocks, channels, 16], or None: what ``attention_stats`` reads."""
+        return self.planes.get(ATTENTION_STATS)
+
+    def set_replace(self, seqs: Sequence[int], slots: Tensor) -> None:
+        """Name the slot of every lane that its next token overwrites when it comes alone.
+
+        Args:
+            slots: i32 [seqs, layers, kv_heads], below the lane's length, or ``_C.NO_REPLACE`` for
+                lanes that append.
+        Raises:
+            ValueError: a slot that is not live (names row, layer and kv head), or a cache that does
+                not replace or whose attention elects; nothing has changed.
+        """
+        self.store.elect(seqs, slots)
 
     def _attend_scratch(self) -> Tensor:
         """Scratch for the present number of threads; never shrinks."""
@@ -213,8 +278,17 @@ class KVCache:
         ``"per_head"``: for each of these query heads the largest share that a token gave the slot,
         then for each the smallest, then for each the sum.
         """
-        assert self.stats_plane is not None
-        return self._gather(self.stats_plane.movedim(1, 0), seqs, -torch.inf).movedim(0, -2)
+        return self.plane(ATTENTION_STATS, seqs, -torch.inf)
+
+    def plane(self, name: str, seqs: Sequence[int], missing: float = 0) -> Tensor:
+        """[seqs, layers, kv_heads, channels, slots] of a plane; ``missing`` past a lane's end.
+
+        Raises:
+            ValueError: the cache keeps no plane of this name.
+        """
+        kept = ", ".join(self.planes) or "none"
+        require(name in self.planes, "name", f"a plane of this cache ({kept})", name)
+        return self._gather(self.planes[name].movedim(1, 0), seqs, missing).movedim(0, -2)
 
     def score_rkv(self, seqs: Sequence[int], **settings: Any) -> Tensor:
         """``ops.score_rkv`` of all lanes of these sequences."""
@@ -245,7 +319,7 @@ class KVCache:
         """
         slots = self.longest_lane(seqs)
         rows = self.rows(seqs).long()
-        blocks = self.block_table[rows][..., : -(-slots // ops.BLOCK_SLOTS)].long()
+        blocks = self.block_table[rows][..., : ops.blocks_for(slots)].long()
         live = torch.arange(slots) < self.lane_len[rows][..., None]
         flat = plane[..., blocks.clamp(0, self.blocks - 1), :].flatten(-2)[..., :slots]
         return flat.masked_fill(~live, missing)

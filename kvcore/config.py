@@ -34,7 +34,9 @@ __all__ = [
 ]
 
 _CANDIDATES = 8  # of each model per step; KV-Rescue, appendix C
-_MAX_DETECTOR_TOKENS = 2**20  # what the detector keeps of every candidate
+# Most that the detector keeps of a candidate; csrc/detect/degeneration_detector.h says the same.
+MAX_DETECTOR_TOKENS = 2**20
+MAX_GZIP_WINDOW = 2**15  # bytes: what deflate looks back
 
 
 class _Carried(int):
@@ -152,16 +154,16 @@ class DetectorConfig:
         ok = is_float32(self.entropy_threshold) and self.entropy_threshold > 0
         expected = "a number > 0 that float32 holds"
         require(ok, "entropy_threshold", expected, self.entropy_threshold)
-        require_int(self.entropy_window, "entropy_window", 1, _MAX_DETECTOR_TOKENS)
-        require_int(self.entropy_guard, "entropy_guard", 1, _MAX_DETECTOR_TOKENS)
+        require_int(self.entropy_window, "entropy_window", 1, MAX_DETECTOR_TOKENS)
+        require_int(self.entropy_guard, "entropy_guard", 1, MAX_DETECTOR_TOKENS)
         ok = is_number(self.gzip_threshold) and 0 < self.gzip_threshold < 1
         require(ok, "gzip_threshold", "a number in (0, 1)", self.gzip_threshold)
-        require_int(self.gzip_window, "gzip_window", 32, 32768)
+        require_int(self.gzip_window, "gzip_window", 32, MAX_GZIP_WINDOW)
         require_int(
-            self.repetition_max_pattern_size, "repetition_max_pattern_size", 1, _MAX_DETECTOR_TOKENS
+            self.repetition_max_pattern_size, "repetition_max_pattern_size", 1, MAX_DETECTOR_TOKENS
         )
-        require_int(self.repetition_min_count, "repetition_min_count", 2, _MAX_DETECTOR_TOKENS)
-        require_int(self.repetition_min_tokens, "repetition_min_tokens", 1, _MAX_DETECTOR_TOKENS)
+        require_int(self.repetition_min_count, "repetition_min_count", 2, MAX_DETECTOR_TOKENS)
+        require_int(self.repetition_min_tokens, "repetition_min_tokens", 1, MAX_DETECTOR_TOKENS)
 
     @property
     def active(self) -> bool:

@@ -34,6 +34,7 @@ def report() -> dict[str, Any]:
         "cuda": _cuda(),
         "memory": _memory(),
         "models": _models(),
+        "policies": _policies(),
     }
 
 
@@ -136,6 +137,16 @@ def _models() -> dict[str, Any]:
         return {"error": _reason(error)}
 
 
+def _policies() -> dict[str, Any]:
+    """Eviction policies by name, each with its line, and why others cannot be used."""
+    from kvcore.policies.registry import failures, policies
+
+    return {
+        "available": {name: policy.summary for name, policy in policies().items()},
+        "failed": [str(failure) for failure in failures()],
+    }
+
+
 def _gib(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
 
@@ -176,5 +187,8 @@ def _lines(data: dict[str, Any]) -> list[str]:
             ("model types", ", ".join(models["supported"])),
             ("refused", "; ".join(models["refused"])),
         ]
+    policies = data["policies"]
+    facts.append(("policies", ", ".join(policies["available"])))
+    facts += [("not usable", f"policy {failure}") for failure in policies["failed"]]
     width = max(len(name) for name, _ in facts)
     return [f"{name:<{width}}  {value}" for name, value in facts]

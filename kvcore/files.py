@@ -1,15 +1,17 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and files that grow by whole lines."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 
 @contextlib.contextmanager
@@ -52,6 +54,68 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
 def write_json(path: str | Path, content: Any, *, indent: int = 2) -> None:
     """Writes ``content`` as JSON, with a newline at its end, as ``write_whole`` does."""
     write_whole(path, json.dumps(content, ensure_ascii=False, indent=indent) + "\n")
+
+
+class ByteFile(Protocol):
+    """What lines go to. ``write`` may take only a part and says how much."""
+
+    def write(self, data: bytes, /) -> int | None: ...
+    def close(self) -> None: ...
+
+
+class LineFile:
+    """Appends whole lines to ``file``, a raw binary file at its end, which is taken over.
+
+    Args:
+        size: bytes that the file holds already.
+    """
+
+    def __init__(self, file: ByteFile, size: int = 0) -> None:
+        self._file: ByteFile | None = file
+        self._bytes = size
+
+    def append(self, line: str) -> None:
+        """Hands ``line`` and a newline to the operating system before it returns.
+
+        A lone surrogate, which has no UTF-8 form, becomes a question mark.
+        Raises:
+            OSError: a failed write; the file then ends after its last whole line if it can be cut.
+                A pipe or a device cannot: readers skip an unfinished last line.
+        """
+        data = line.encode("utf-8", errors="replace") + b"\n"
+        if self._file is None:
+            raise OSError(errno.EBADF, "already closed")
+        try:
+            rest = data
+            while rest:
+                taken = self._file.write(rest)
+                if not taken:
+                    raise OSError(errno.EAGAIN, "it takes no more data")
+                rest = rest[taken:]
+        except BaseException:
+            truncate = getattr(self._file, "truncate", None)
+            if truncate is not None:
+                with contextlib.suppress(OSError):
+                    truncate(self._bytes)
+            raise
+        self._bytes += len(data)
+
+    def close(self) -> None:
+        """Closes the file; does nothing the second time. Raises OSError."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def finite(value: Any) -> Any:
+    """``value`` as JSON can hold it: NaN and infinities become None, at any depth. Copies."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return value
 
 
 def _mode(path: Path) -> int | None:

@@ -15,8 +15,14 @@ from torch import Tensor
 from kvcore.checks import require
 from kvcore.native import _C
 
-BLOCK_SLOTS = 16
+BLOCK_SLOTS = _C.BLOCK_SLOTS  # slots of one block
+LINEAR_PANEL = 16  # outputs of a packed linear layer that lie together
 _KEY_SCORES = {"norm": 0, "difference": 1}  # KeyScore of csrc/ops/score_keys.h
+
+
+def blocks_for(slots: int) -> int:
+    """Blocks that hold ``slots`` slots of one lane."""
+    return -(-slots // BLOCK_SLOTS)
 
 
 @dataclass(frozen=True)
@@ -196,6 +202,21 @@ def select_slots(
     drop_count = torch.empty(score.shape[:3], dtype=torch.int32)
     _C.select_slots(store, rows, score, keep, drop, drop_count)
     return drop, drop_count
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, *, gated: bool = False
+) -> Tensor:
+    """``x`` [rows, inputs] through packed ``weight`` [panels, inputs, 16]: f32 [rows, outputs].
+
+    Args:
+        x: f32; weight: f32 or bf16; bias: f32 [panels, 16] or None.
+        gated: even panels are gates of the odd ones: silu(gate) * up.
+    Source: csrc/ops/linear.h. Weights are packed by ``kvcore.models.prepack``.
+    """
+    out = torch.empty((len(x), outputs), dtype=torch.float32)
+    _C.linear(x, weight, bias, out, gated)
+    return out
 
 
 @dataclass(frozen=True)

@@ -105,13 +105,13 @@ def test_stats_follow_tokens_chunks_evictions_overwritten_slots_and_forks(accumu
     held = cache.positions([seq])[0]
     row = cache.store.row(seq)
     assert cache.replace is not None
-    cache.replace[row] = torch.tensor([[0, 4], [11, 3]])
+    cache.set_replace([seq], torch.tensor([[[0, 4], [11, 3]]], dtype=torch.int32))
     for lane in model.lanes:
         model.drop(*lane, int(held[lane][cache.replace[row][lane]]))
     feed(1, seq, model)
     check(cache, seq, model, accumulates)
 
-    cache.replace[row] = -1
+    cache.store.forget_replace(seq)
     [fork] = cache.store.fork(seq, 1, False)
     before = cache.attention_stats([seq])
     assert torch.equal(before, cache.attention_stats([fork]))

@@ -95,7 +95,7 @@ def test_p03_bad_eviction_settings_name_their_field_when_made(field, value):
     with pytest.raises(ValueError, match=rf"^{field}: expected .*got"):
         EvictionConfig.released(**{**good, field: value})
     with pytest.raises(ValueError, match=rf"^{field}: expected .*got") as error:
-        EvictionConfig("full", **{"budget": 8, field: value or 8})  # nothing would look at it
+        EvictionConfig("full", **{field: value or 8})  # nothing would look at it
     assert "'full'" in str(error.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +26,8 @@ from kvcore.config import (
     SamplingParams,
     SearchConfig,
 )
-from kvcore.policies import available
+from kvcore.policies import available, policies
+from kvcore.policies.registry import own_settings, readers
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -52,11 +54,22 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSearch]:
         (["--evict", "rkv"], "--budget: expected an integer with policy 'rkv', got None"),
         (["--evict", "full", "--budget", "64"], "--budget: expected None with policy 'full'"),
         (["--evict", "full", "--protect", "4"], "--protect: expected only with a policy"),
+        (["--mix", "0.5"], "--mix: expected only with a policy"),
+        (
+            ["--evict", "h2o", "--budget", "8", "--mix", "0.5"],
+            "--mix: expected nothing with policy 'h2o'",
+        ),
+        (["--budget", "64", "--headroom", "64"], "--headroom: expected None with cadence 'steady'"),
+        (["--budget", "64", "--cadence", "slow"], "--cadence: expected 'sawtooth' or 'steady'"),
+        (["--budget", "64", "--kernel", "4"], "--kernel: expected an odd integer, got 4"),
         (["--headroom", "64"], "--headroom: expected only with a policy that evicts"),
         (["--evict", "nosuch", "--budget", "64"], "--evict: expected one of full, rkv, "),
-        (["--budget", "64", "--window", "9"], "--window: expected at most protect (8)"),
+        (["--budget", "64", "--window", "129"], "--window: expected at most protect (128)"),
         (["--evict", "streamingllm", "--budget", "3"], "--budget: expected an integer >= 4, got 3"),
-        (["--budget", "64", "--headroom", "8"], "--headroom: expected more than protect (8)"),
+        (
+            ["--budget", "64", "--cadence", "sawtooth", "--headroom", "8"],
+            "--headroom: expected more than protect (8)",
+        ),
         (["--budget", "64", "--protect", "0"], "--protect: expected an integer >= 1"),
         (["--budget", "64", "--window", "0"], "--window: expected an integer >= 1"),
         (["--budget", "64", "--mix", "1.5"], "--mix: expected a number in [0, 1], got 1.5"),
@@ -83,6 +96,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSearch]:
         (["--scorer", "best"], "--scorer: expected loglik, random, prm:DIR or a model directory"),
         (["--scorer", "prm:/no/such"], "--scorer: expected a model directory, got '/no/such'"),
         (["--scorer", "prm:"], "--scorer: expected a model directory"),
+        (["--prm-read", "extra0"], "--prm-read: expected only with a process reward model, got"),
+        (["--prm-read", "first"], "--prm-read: expected one of extra0, newline_last, got 'first'"),
+        (["--separator", ""], "--separator: expected texts or bytes that are not empty"),
+        (["--separator", "\\q"], "--separator: expected \\n, \\r, \\t, \\xNN or \\\\ after a"),
+        (["--separator", "\\"], "--separator: expected \\n, \\r, \\t, \\xNN or \\\\ after a"),
+        (["--n-total", "0"], "--n-total: expected an integer >= 1, got 0"),
+        (["--n-total", "4", "-n", "2"], "-n: expected nothing beside --n-total, got 2"),
+        (["--n-total", "4", "--n-helper", "2"], "--n-helper: expected nothing beside n_total"),
         (["--helper", "/no/such"], "--helper: expected a model directory, got '/no/such'"),
         (["--question", ""], "--question: expected some text, got ''"),
         (["--question", " \n"], "--question: expected some text"),
@@ -158,8 +179,23 @@ def test_help_and_documentation_name_every_policy() -> None:
     text = re.sub(r"[│\s]+", " ", run("solve", "--help").stdout)
     [listed] = re.findall(r"Policy: (.*?);", text)
     assert set(re.split(", | or ", listed)) == set(available())
-    table = (DOCS / "cli.md").read_text().partition("| policy |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(available())
+    rows = (DOCS / "cli.md").read_text().partition("| policy |")[2].partition("\n\n")[0]
+    table = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", rows, re.MULTILINE))
+    registered = {name: policy.summary for name, policy in policies().items()}
+    assert table == registered | {"full": "everything"}
+
+
+def test_documentation_names_the_readers_and_the_default_of_every_setting_of_a_policy() -> None:
+    text = (DOCS / "cli.md").read_text()
+    for policy in policies().values():
+        for name, field in own_settings(policy).items():
+            if name == "seed":  # the command's own
+                continue
+            flag = "--" + name.replace("_", "-")
+            [row] = re.findall(rf"^\| `{flag}\b.*\|$", text, re.MULTILINE)
+            who = ", ".join(f"`{reader}`" for reader in readers(name))
+            assert f"| {who}: " in row, row
+            assert isinstance(field.default, bool) or f"({field.default})" in row, row
 
 
 def test_messages_keep_words_that_are_no_setting() -> None:
@@ -190,14 +226,14 @@ def test_defaults_are_those_of_the_library(job_of: Callable[..., Job]) -> None:
     assert job.search == replace(SearchConfig(), detector=None)
     assert job.engine == replace(EngineConfig(), context_len=SearchConfig().max_tokens)
     assert (job.helper, job.system_prompt, job.dtype, job.threads) == (None, None, None, None)
-    assert str(job.scorer) == "loglik"
     assert job.questions == ("q?",)
 
 
 def test_every_flag_reaches_its_setting(job_of: Callable[..., Job], model_dir: Path) -> None:
     flags = (
-        "--question a --question b --n-helper 3 -n 2 --evict random --budget 32 --protect 5 "
-        "--headroom 40 --window 6 --mix 0.2 --protect-prompt --max-step-tokens 99 --max-steps 7 "
+        "--question a --question b --n-helper 3 -n 2 --evict rkv --budget 32 --protect 7 "
+        "--cadence sawtooth --headroom 40 --window 6 --mix 0.2 --kernel 5 --threshold 0.4 "
+        "--pool-first --scope global --protect-prompt --max-step-tokens 99 --max-steps 7 "
         "--max-tokens 500 --temperature 0.5 --top-p 0.9 --top-k 11 --seed 13 "
         "--entropy-threshold 5 --gzip-threshold 0.2 --repetition --dtype float32 --threads 1 "
         "--kv-gb 0.5 --max-seqs 9 --system-prompt think"
@@ -206,7 +242,18 @@ def test_every_flag_reaches_its_setting(job_of: Callable[..., Job], model_dir: P
     job = job_of(*flags.split(), *helper)
     assert job.questions == ("a", "b")
     assert job.eviction == EvictionConfig(
-        "random", 32, protect=5, headroom=40, window=6, mix=0.2, protect_prompt=True, seed=13
+        "rkv",
+        32,
+        cadence="sawtooth",
+        protect=7,
+        headroom=40,
+        window=6,
+        mix=0.2,
+        kernel=5,
+        threshold=0.4,
+        pool_first=True,
+        scope="global",
+        protect_prompt=True,
     )
     assert job.search == SearchConfig(
         n=2,
@@ -222,10 +269,46 @@ def test_every_flag_reaches_its_setting(job_of: Callable[..., Job], model_dir: P
     assert (job.helper, job.scorer.path, job.scorer.kind) == (model_dir, model_dir, "prm")
 
 
+def test_search_flags_reach_their_settings(job_of: Callable[..., Job], model_dir: Path) -> None:
+    asked = ["--question", "q?", "--helper", str(model_dir)]
+    flags = ["--n-total", "5", "--separator", r"\n", "--separator", r"##\xe2\\", "--separator", "é"]
+    prm = ["--scorer", str(model_dir), "--prm-read", "newline_last"]
+    job = job_of(*asked, *flags, *prm)
+    assert job.search.separators == (b"\n", b"##\xe2\\", "é".encode())
+    assert job.search.candidates(helper=True) == (3, 2)
+    assert job.scorer is not None and (job.scorer.kind, job.scorer.read) == ("prm", "newline_last")
+    told = json.loads(json.dumps(job.as_json()))
+    assert told["search"]["separators"] == ["\n", "##\\xe2\\", "é"]
+    assert (told["prm_read"], told["search"]["n_total"]) == ("newline_last", 5)
+
+
+def test_a_scorer_is_asked_for_where_there_is_a_choice(
+    fake: type[FakeSearch], model_dir: Path
+) -> None:
+    base = ["solve", "--base", model_dir, "--question", "q?"]
+    for args in ([], ["-n", "2"], ["--helper", model_dir, "-n", "1"], ["--n-total", "2"]):
+        result = run(*base, *args, scorer=None)
+        assert (result.exit_code, result.stdout) == (2, "")
+        for choice in ("--scorer: expected", "prm:DIR", "loglik", "random", "got none"):
+            assert choice in " ".join(result.stderr.split())
+    for args in (["-n", "1"], ["--helper", model_dir, "--n-total", "1"]):
+        assert run(*base, *args, scorer=None).exit_code == 0
+
+
 def test_budget_alone_means_rkv_and_no_detector_means_none(job_of: Callable[..., Job]) -> None:
     job = job_of("--question", "q?", "--budget", "64", "--no-detector")
     assert (job.eviction.policy, job.eviction.budget) == ("rkv", 64)
     assert job.search.detector is None
+
+
+def test_a_policy_that_draws_takes_the_seed_of_the_run(job_of: Callable[..., Job]) -> None:
+    job = job_of("--question", "q?", "--evict", "random", "--budget", "64", "--seed", "13")
+    assert job.eviction == EvictionConfig("random", 64, seed=13)
+
+
+def test_the_sawtooth_alone_is_the_released_setting(job_of: Callable[..., Job]) -> None:
+    job = job_of("--question", "q?", "--budget", "64", "--cadence", "sawtooth")
+    assert job.eviction == EvictionConfig.released(64)
 
 
 def test_best_of_n_has_a_detector_only_if_asked(

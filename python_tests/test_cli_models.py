@@ -21,6 +21,7 @@ from kvcore.search.trace import read_trace
 
 SMALL = ["--max-step-tokens", "24", "--max-steps", "3", "--max-tokens", "300", "-n", "2"]
 SMALL += ["--kv-gb", "0.05", "--max-seqs", "16"]
+SAWTOOTH = ["--cadence", "sawtooth", "--headroom", "16"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def solve(*args: object) -> Result:
-    return CliRunner().invoke(app, ["solve", *map(str, args)])
+    return CliRunner().invoke(app, ["solve", "--scorer", "loglik", *map(str, args)])
 
 
 def test_rescue_gives_the_promised_result_twice(models: dict[str, Path], tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def test_rescue_gives_the_promised_result_twice(models: dict[str, Path], tmp_pat
     for name in ("a", "b"):
         out, trace = tmp_path / f"{name}.json", tmp_path / f"{name}.jsonl"
         flags = ["--base", models["base"], "--helper", models["helper"], "--question", "2 + 2?"]
-        flags += ["--budget", 16, "--headroom", 16, "--n-helper", 1, "--seed", 5]
+        flags += ["--budget", 16, *SAWTOOTH, "--n-helper", 1, "--seed", 5]
         done = solve(*flags, *SMALL, "--json", out, "--trace", trace)
         assert done.exit_code == 0, done.output
         results.append(json.loads(out.read_text()))
@@ -71,7 +72,7 @@ def test_best_of_n_runs_with_every_scorer(
 ) -> None:
     flags = ["--base", models["base"], "--question", "2 + 2?", "--json", tmp_path / "out.json"]
     flags += ["--scorer", f"prm:{models['prm']}" if scorer == "prm" else scorer]
-    flags += [] if budget is None else ["--budget", budget, "--headroom", 16]
+    flags += [] if budget is None else ["--budget", budget, *SAWTOOTH]
     done = solve(*flags, *SMALL)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "out.json").read_text())

@@ -15,8 +15,8 @@ from support import tiny_models
 from support.cli_tools import FakeSearch, check_result, install_fake, make_model_dir, run
 
 from kvcore.cli import demo as demo_module
-from kvcore.cli import report
 from kvcore.cli.output import SafeOutput, one_interrupt
+from kvcore.eval import grading
 from kvcore.files import write_json
 
 SMALL = ["--scorer", "random", "--max-step-tokens", "8", "--max-steps", "2", "-n", "2"]
@@ -175,7 +175,7 @@ def test_a_text_that_cannot_be_graded_is_its_own_error(
     def fail(answer: str, gold: str) -> bool:
         raise RecursionError("too deep")
 
-    monkeypatch.setattr(report, "answers_equal", fail)
+    monkeypatch.setattr(grading, "answers_equal", fail)
     file, out = tmp_path / "q.jsonl", tmp_path / "out.json"
     file.write_text('{"question": "a", "answer": "4"}\n{"question": "b"}\n')
     done = run("solve", "--base", make_model_dir(tmp_path), "--questions", file, "--json", out)

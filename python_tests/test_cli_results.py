@@ -26,7 +26,8 @@ import kvcore
 from kvcore.cli import solve as solve_module
 from kvcore.cli.report import format_bytes
 from kvcore.cli.screen import Screen, printable
-from kvcore.eval.datasets import Problem
+from kvcore.eval import Problem
+from kvcore.eval.records import Record
 from kvcore.search.results import (
     SCHEMA_VERSION,
     ProblemEnded,
@@ -98,7 +99,7 @@ def test_output_shows_steps_answer_and_summary_without_colours(
     assert "answer: 42\n" in out
     assert "2 (base 1, helper 1)" in out
     assert "base 30, helper 20, scorer read 60" in out
-    assert "10 (entropy 1, gzip 2, repetition 3, nan 4)" in out
+    assert "10 (entropy 1, gzip 2, repetition 3, nan 4); early exit ends 15% of candidates" in out
     assert "2 KiB" in out and "8 KiB" in out and "25%" in out
     assert "never fired" not in out
 
@@ -111,7 +112,7 @@ def test_steps_are_coloured_by_source_on_a_terminal() -> None:
     console = Console(force_terminal=True, color_system="standard", width=80, record=True)
     with (
         console.capture() as capture,
-        Screen(console, (Problem("0", "q?", ""),), lambda: 7) as screen,
+        Screen(console, 1, lambda: 7, lambda s: Record.of(Problem("0", "q?", ""), s)) as screen,
     ):
         screen.on_event(ProblemStarted(0, "q?", 10, 0))
         for i, step in enumerate(STEPS):
@@ -153,21 +154,22 @@ def test_interrupt_keeps_trace_and_results_and_exits_130(
     fake: type[FakeSearch], model_dir: Path, tmp_path: Path
 ) -> None:
     def interrupt(search: FakeSearch) -> None:
-        search.emit(ProblemStarted(9, "r?", 10, 0))
-        search.solutions.append(replace(SOLUTION, problem=9, finish="interrupted"))
+        search.solutions[-1] = replace(search.solutions[-1], finish="interrupted")
         search.emit(ProblemEnded(search.solutions[-1]))
         raise KeyboardInterrupt
 
     fake.script = staticmethod(interrupt)
     path, out = tmp_path / "t.jsonl", tmp_path / "out.json"
-    args = ["--question", "p?", "--question", "q?", "--trace", str(path), "--json", str(out)]
+    args = ["--question", "p?", "--question", "q?", "--question", "r?"]
+    args += ["--trace", str(path), "--json", str(out)]
     result = run("solve", "--base", model_dir, *args)
     assert result.exit_code == 130
-    assert "interrupted: 2 of 2 questions solved" in result.stderr
+    assert "interrupted: 2 of 3 questions solved" in result.stderr
     assert "Traceback" not in result.output
     last = read_trace(path).events[-1]
-    assert (last["event"], last["problem"], last["finish"]) == ("problem_end", 9, "interrupted")
-    assert len(json.loads(out.read_text())["solutions"]) == 3
+    assert (last["event"], last["problem"], last["finish"]) == ("problem_end", 0, "interrupted")
+    solutions = json.loads(out.read_text())["solutions"]
+    assert [s["finish"] for s in solutions] == ["interrupted", "eos", "eos"]
 
 
 def test_full_disk_ends_the_run_and_keeps_the_trace(

@@ -55,6 +55,7 @@ BAD = [
     (EngineConfig, "max_batched_tokens", (0, None, 2**31)),
     (SearchConfig, "n", (0, -1, 8.0, None, 2**31)),
     (SearchConfig, "n_helper", (-1, 1.0, 2**31)),
+    (SearchConfig, "n_total", (0, -1, 2.0, 2**31)),
     (SearchConfig, "sampling", (None, {})),
     (SearchConfig, "max_steps", (0, None, 2**31)),
     (SearchConfig, "max_tokens", (1, None, 2**31)),

@@ -15,7 +15,6 @@ from transformers import Qwen2ForCausalLM
 
 from kvcore.config import EvictionConfig
 from kvcore.demo.task import Difficulty, compute, parse_problem, problems
-from kvcore.demo.train import loop
 from kvcore.demo.train.curriculum import (
     IGNORED,
     Stage,
@@ -28,12 +27,13 @@ from kvcore.demo.train.curriculum import (
 from kvcore.demo.train.grow import grow_trunk
 from kvcore.demo.train.labels import Checker, label_solution, sample_labels
 from kvcore.demo.train.language import Recipe, make_config, make_model, train_language_model
-from kvcore.demo.train.loop import Schedule
 from kvcore.demo.train.mistakes import judge_step, judging_drill, spoil, spoiled_solution
 from kvcore.demo.train.reward import LabelledBatches, grow
 from kvcore.demo.vocabulary import EOS, SEPARATOR, make_tokenizer, token_id
 from kvcore.models import bind_model
 from kvcore.search import ScoreRequest
+from kvcore.train import loop
+from kvcore.train.loop import Schedule
 
 SMALL = Difficulty(names=(4, 6), operations=(2, 3))
 STAGES = (

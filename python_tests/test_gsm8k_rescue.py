@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -46,7 +47,7 @@ def load_script() -> ModuleType:
 
 def compare(folder: Path, *extra: str) -> Outcome:
     """Runs the script in this process."""
-    paths = {"base": "base", "helper": "helper", "data": "gsm8k.jsonl", "json": "out.json"}
+    paths = {"base": "base", "helper": "helper", "data": "gsm8k.jsonl", "json": "out.jsonl"}
     flags = [part for name, path in paths.items() for part in (f"--{name}", str(folder / path))]
     flags += ["--problems", "2", "-n", "2", "--budget", "16", "--max-tokens", "260"]
     flags += ["--max-step-tokens", "16", "--max-steps", "2", "--kv-gb", "0.05"]
@@ -63,23 +64,34 @@ def compare(folder: Path, *extra: str) -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
+def records(folder: Path) -> dict[str, dict[str, Any]]:
+    """The result file by method and id of the question."""
+    _, *lines = map(json.loads, (folder / "out.jsonl").read_text().splitlines())
+    found: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        method, _, one = line.pop("key").partition("/")
+        if one:
+            found.setdefault(method, {})[one] = line
+    return found
+
+
 def test_methods_are_compared_and_a_second_run_only_adds(folder: Path) -> None:
     first = compare(folder, "--methods", "full,rescue")
     assert first.returncode == 0, first.stderr
-    before = json.loads((folder / "out.json").read_text())
-    assert list(before["methods"]) == ["full", "rescue"]
+    before = records(folder)
+    assert list(before) == ["full", "rescue"]
     second = compare(folder)
     assert second.returncode == 0, second.stderr
-    after = json.loads((folder / "out.json").read_text())
-    assert sorted(after["methods"]) == sorted(METHODS)
-    for name, kept in before["methods"].items():
-        assert after["methods"][name] == kept
-    for name, kept in after["methods"].items():
-        assert sorted(kept["problems"]) == ["0", "1"]
-        for record in kept["problems"].values():
+    after = records(folder)
+    assert sorted(after) == sorted(METHODS)
+    for name, kept in before.items():
+        assert after[name] == kept
+    for name, kept in after.items():
+        assert sorted(kept) == ["0", "1"]
+        for record in kept.values():
             assert record["error"] is None
-            assert (record["tokens"]["helper"]["generated"] > 0) == (name == "rescue")
-            assert record["tokens"]["scorer"]["processed"] > 0
+            assert (record["tokens"]["helper"] > 0) == (name == "rescue")
+            assert record["tokens"]["scorer"] > 0
     table = second.stdout.strip().splitlines()
     assert [line.split(" | ")[0].strip("| ") for line in table[2:]] == [
         "base, full KV",
@@ -92,13 +104,13 @@ def test_methods_are_compared_and_a_second_run_only_adds(folder: Path) -> None:
 
 def test_a_lost_question_is_solved_again_with_the_same_result(folder: Path) -> None:
     assert compare(folder).returncode == 0
-    whole = json.loads((folder / "out.json").read_text())
-    less = json.loads((folder / "out.json").read_text())
-    del less["methods"]["rescue"]["problems"]["1"]
-    (folder / "out.json").write_text(json.dumps(less))
+    kept = records(folder)["rescue"]["1"]
+    lines = (folder / "out.jsonl").read_text().splitlines(keepends=True)
+    less = [line for line in lines if json.loads(line).get("key") != "rescue/1"]
+    assert len(less) == len(lines) - 1
+    (folder / "out.jsonl").write_text("".join(less))
     assert compare(folder).returncode == 0
-    again = json.loads((folder / "out.json").read_text())["methods"]["rescue"]["problems"]["1"]
-    kept = whole["methods"]["rescue"]["problems"]["1"]
+    again = records(folder)["rescue"]["1"]
     assert again["text"] == kept["text"]
     assert again["tokens"] == kept["tokens"]
 
@@ -122,7 +134,7 @@ def test_results_of_other_settings_are_refused(folder: Path) -> None:
     ],
 )
 def test_wrong_input_is_one_clear_message(folder: Path, extra: list[str], message: str) -> None:
-    done = compare(folder, "--json", str(folder / "other.json"), *extra)
+    done = compare(folder, "--json", str(folder / "other.jsonl"), *extra)
     assert done.returncode == (2 if extra[0] == "--methods" else 1)
     assert message in done.stderr
     assert "Traceback" not in done.stderr

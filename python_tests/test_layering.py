@@ -1,12 +1,18 @@
 """The arrows of the design: which directory may include or import which.
 
 csrc:    base <- ops <- {cpu, cuda};  base, ops <- store;  base <- detect;  all <- bindings
-kvcore:  config, files <- native <- ops <- cache <- policies <- models <- engine <- search
-         <- {eval, demo, view} <- {doctor, cli};  train sees up to models
+kvcore:  checks <- policies <- config, files <- native <- ops <- cache <- evictor <- models
+         <- engine <- search <- eval <- {demo, view} <- {doctor, cli};  train beside eval sees up
+         to models, and demo sees it
+
+``policies`` are the settings and the policies themselves, which load without torch and name what
+they score in annotations only. ``evictor`` is what works on a cache: policies/evictor.py and
+policies/selection.py.
 """
 
 import ast
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -23,11 +29,17 @@ CSRC_SEES = {
     "bindings": {"base", "ops", "cpu", "cuda", "store", "detect"},
 }
 
-CHAIN = ["config", "files", "native", "ops", "cache", "policies", "models", "engine", "search"]
+CHAIN = [
+    *("checks", "policies", "config", "files", "native", "ops", "cache", "evictor", "models"),
+    *("engine", "search"),
+]
+EVICTOR = ("evictor", "selection", "Evictor", "evict")  # of kvcore.policies
+NO_TORCH = ("checks", "policies", "config")  # rooms that settings come from
 KVCORE_SEES = {name: set(CHAIN[:i]) for i, name in enumerate(CHAIN)}
 KVCORE_SEES["train"] = set(CHAIN[: CHAIN.index("engine")])
-for _top in ("eval", "demo", "view"):
-    KVCORE_SEES[_top] = set(CHAIN)
+KVCORE_SEES["eval"] = set(CHAIN)
+KVCORE_SEES["view"] = {*CHAIN, "eval"}
+KVCORE_SEES["demo"] = {*CHAIN, "eval", "train"}
 for _front in ("doctor", "cli"):
     KVCORE_SEES[_front] = {*CHAIN, "train", "eval", "demo", "view", "doctor"}
 KVCORE_SEES["native"] |= {"_C"}
@@ -48,11 +60,30 @@ def bad_includes(path: str, text: str) -> list[str]:
     ]
 
 
-def imported_rooms(path: str, tree: ast.AST) -> set[str]:
-    """First components below ``kvcore`` that a module imports, wherever in it the import stands."""
+def room_of(parts: list[str]) -> str:
+    """The room of a module, or of what is imported, by the components below ``kvcore``."""
+    in_evictor = parts[0] == "policies" and len(parts) > 1 and parts[1] in EVICTOR
+    return "evictor" if in_evictor else parts[0]
+
+
+def run_nodes(tree: ast.AST) -> list[ast.AST]:
+    """All nodes but those that only a type checker sees."""
+    found, left = [], [tree]
+    while left:
+        node = left.pop()
+        found.append(node)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            left += node.orelse
+        else:
+            left += ast.iter_child_nodes(node)
+    return found
+
+
+def imported_modules(path: str, nodes: Iterable[ast.AST]) -> set[str]:
+    """Full names that a module imports, wherever in it the import stands."""
     package = ["kvcore", *path.split("/")[:-1]]
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -60,23 +91,30 @@ def imported_rooms(path: str, tree: ast.AST) -> set[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *(node.module.split(".") if node.module else [])])
             names = [f"{module}.{alias.name}" for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "kvcore" and len(parts) > 1 and not parts[1].startswith("__"):
-                found.add(parts[1])
+        found |= set(names)
     return found
 
 
 def bad_imports(path: str, text: str) -> list[str]:
     """Imports of one module (``path`` relative to kvcore) that point up or sideways."""
-    here = path.split("/")[0].removesuffix(".py")
-    if here in ("__init__", "__main__"):
-        return []  # the front doors may show anything
+    here = room_of(path.removesuffix(".py").split("/"))
+    if path in ("__init__.py", "__main__.py", "policies/__init__.py"):
+        return []  # a front door may show anything
     if here not in KVCORE_SEES:
         return [f"kvcore/{path}: '{here}' has no place in the design"]
-    rooms = imported_rooms(path, ast.parse(text))
+    tree = ast.parse(text)
+    names = imported_modules(path, run_nodes(tree) if here == "policies" else ast.walk(tree))
+    rooms = {
+        room_of(name.split(".")[1:])
+        for name in names
+        if name.startswith("kvcore.") and not name.startswith("kvcore.__")
+    }
     allowed = KVCORE_SEES[here] | {here}
-    return [f"kvcore/{path}: {here} must not import kvcore.{r}" for r in sorted(rooms - allowed)]
+    bad = [f"kvcore/{path}: {here} must not import kvcore.{r}" for r in sorted(rooms - allowed)]
+    if here in NO_TORCH:
+        heavy = {name.split(".")[0] for name in names} & {"torch", "numpy", "transformers"}
+        bad += [f"kvcore/{path}: {here} must not import {name}" for name in sorted(heavy)]
+    return bad
 
 
 def test_csrc_includes_follow_the_arrows() -> None:
@@ -134,12 +172,22 @@ def test_checker_finds_a_bad_include(path: str, text: str) -> None:
         ("ops.py", "from kvcore.cache import KVCache"),
         ("ops.py", "from kvcore import _C"),
         ("policies/rkv.py", "def f():\n    from kvcore.engine.engine import Engine\n"),
+        ("policies/rkv.py", "def f():\n    from kvcore import ops\n"),
+        ("policies/rkv.py", "def f():\n    import torch\n"),
+        ("policies/rkv.py", "from kvcore.policies import Evictor"),
+        ("policies/registry.py", "from kvcore.policies.selection import lowest"),
+        ("policies/settings.py", "from kvcore.config import require"),
+        ("policies/evictor.py", "from kvcore.models import load_model"),
+        ("checks.py", "from kvcore.config import EngineConfig"),
+        ("cache.py", "from kvcore.policies.evictor import Evictor"),
         ("engine/engine.py", "import kvcore.search.driver as d"),
         ("engine/engine.py", "from ..search import driver"),
         ("engine/runner.py", "from .. import search"),
         ("train/grpo.py", "from kvcore.engine import Engine"),
         ("search/driver.py", "from kvcore.cli import main"),
         ("eval/runner.py", "from kvcore.demo import task"),
+        ("eval/runs.py", "from kvcore.train import loop"),
+        ("train/loop.py", "from kvcore.eval import Run"),
         ("attic.py", ""),
     ],
 )
@@ -157,6 +205,10 @@ def test_checker_finds_a_bad_import(path: str, text: str) -> None:
         ),
         ("search/scorers/prm.py", "from ..trajectory import Trajectory\nfrom ...engine import x"),
         ("train/grpo.py", "from kvcore.models import load_model"),
+        ("train/grpo.py", "from kvcore.policies import Evictor"),
+        ("policies/rkv.py", "if TYPE_CHECKING:\n    import torch\n    from kvcore import cache"),
+        ("policies/evictor.py", "import torch\nfrom kvcore.config import EvictionConfig"),
+        ("config.py", "from kvcore.policies.settings import EvictionConfig"),
         ("cli.py", "from kvcore import demo, doctor, eval"),
         ("__init__.py", "from kvcore.search import solve"),
     ],

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "support/lane_fixture.h"
+#include "support/owned_tensor.h"
 
 namespace kvcore {
 

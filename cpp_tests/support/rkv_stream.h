@@ -10,10 +10,10 @@
 
 #include "base/parallel.h"
 #include "cpu/cpu_ops.h"
-#include "cpu/rkv_lane.h"
+#include "cpu/rkv_common.h"
 #include "store/kv_store.h"
 #include "support/bad_numbers.h"
-#include "support/lane_fixture.h"
+#include "support/cache_tensors.h"
 #include "support/rkv_oracle.h"
 
 namespace kvcore {
@@ -82,46 +82,32 @@ struct RkvPoison {
   uint32_t bits = 0;
 };
 
+inline CacheShape TensorShape(const RkvStreamShape& s) {
+  const int64_t max_blocks = (s.slots + 64) / kBlockSlots + 1;
+  return {.dtype = s.dtype,
+          .rows = s.rows,
+          .layers = 1,
+          .kv_heads = s.kv_heads,
+          .q_heads = s.kv_heads * s.group,
+          .head_dim = s.head_dim,
+          .max_blocks = max_blocks,
+          .blocks = s.rows * s.kv_heads * max_blocks,
+          .window = s.window,
+          .replaces = true,
+          .notes_not_finite = true,
+          .states = s.rows * s.kv_heads,
+          .state_slots = s.slots};
+}
+
 // One sequence (and its forks) of a small store.
 class RkvStream {
  public:
   RkvStream(const RkvStreamShape& shape, const std::string& regime, uint64_t seed)
-      : shape_(shape), source_(regime, shape.head_dim, seed), rng_(seed + 1) {
-    const int64_t max_blocks = (shape.slots + 64) / 16 + 1,
-                  blocks = shape.rows * shape.kv_heads * max_blocks;
-    const int64_t q_heads = shape.kv_heads * shape.group;
-    key_blocks_ = OwnedTensor(shape.dtype, {blocks, 16 * shape.head_dim});
-    value_blocks_ = OwnedTensor(shape.dtype, {blocks, 16 * shape.head_dim});
-    key_blocks_.Fill(std::nan(""));
-    value_blocks_.Fill(std::nan(""));
-    position_ = OwnedTensor(DType::kI32, {blocks, 16});
-    block_table_ = OwnedTensor(DType::kI32, {shape.rows, 1, shape.kv_heads, max_blocks});
-    lane_len_ = OwnedTensor(DType::kI32, {shape.rows, 1, shape.kv_heads});
-    seq_len_ = OwnedTensor(DType::kI32, {shape.rows});
-    query_ring_ = OwnedTensor(shape.dtype, {shape.rows, 1, q_heads, shape.window, shape.head_dim});
-    replace_ = OwnedTensor(DType::kI32, {shape.rows, 1, shape.kv_heads});
-    not_finite_ = OwnedTensor(DType::kI32, {shape.rows});
-    const RkvStateLayout layout(shape.slots, shape.window, shape.head_dim);
-    lane_state_ = OwnedTensor(DType::kU8, {shape.rows, 1, shape.kv_heads, layout.bytes + 64});
-    KvCacheView view;
-    view.key_blocks = key_blocks_.view();
-    view.value_blocks = value_blocks_.view();
-    view.position = position_.view();
-    view.block_table = block_table_.view();
-    view.lane_len = lane_len_.view();
-    view.seq_len = seq_len_.view();
-    view.query_ring = query_ring_.view();
-    view.replace = replace_.view();
-    // Storage begins at a multiple of 64.
-    state_ =
-        MakeView(reinterpret_cast<char*>(
-                     (reinterpret_cast<uintptr_t>(lane_state_.view().data) + 63) & ~uintptr_t{63}),
-                 DType::kU8, {shape.rows, 1, shape.kv_heads, layout.bytes});
-    view.lane_state = state_;
-    view.not_finite = not_finite_.view();
-    view.state_slots = shape.slots;
-    view.head_dim = shape.head_dim;
-    store_ = std::make_unique<KvStore>(view);
+      : shape_(shape),
+        source_(regime, shape.head_dim, seed),
+        rng_(seed + 1),
+        tensors_(TensorShape(shape)) {
+    store_ = std::make_unique<KvStore>(tensors_.view());
     seq_ = store_->Create();
   }
 
@@ -176,8 +162,10 @@ class RkvStream {
   }
 
   void Poison(const RkvPoison& poison) { poison_ = poison; }
-  int64_t NotFinite() const { return static_cast<int64_t>(not_finite_.Get({store_->Row(seq_)})); }
-  int32_t Elected(int64_t head) const { return view().Replaced(Lane(head)); }
+  int64_t NotFinite() const {
+    return static_cast<int64_t>(tensors_.not_finite.Get({store_->Row(seq_)}));
+  }
+  int32_t Elected(int64_t head) const { return LaneOf(head).Replaced(); }
   int64_t Len() const { return store_->MaxLaneLen(seq_); }
   const OwnedTensor& last_out() const { return last_out_; }
   void CheckIntegrity() const { store_->CheckIntegrity(); }
@@ -186,17 +174,13 @@ class RkvStream {
   // Column means may differ by 1e-5, the elected slot's score from the lowest by `tie`. With mix =
   // 1 there are no pointers and means.
   std::string Differs(int64_t head, double tie) const {
-    const KvCacheView v = view();
-    const int64_t lane = Lane(head), len = v.lane_len.ptr<int32_t>()[lane];
+    const Lane lane = LaneOf(head);
+    const int64_t len = lane.len;
     if (len != shape_.slots) return "lane of " + std::to_string(len) + " slots";
-    const int32_t* table = v.block_table.ptr<int32_t>() + lane * v.max_blocks();
     std::vector<int64_t> order(static_cast<size_t>(len)), place(static_cast<size_t>(len));
-    const auto position = [&](int64_t s) {
-      return v.position.ptr<int32_t>()[table[s / 16] * 16 + s % 16];
-    };
     for (int64_t s = 0; s < len; ++s) order[static_cast<size_t>(s)] = s;
     std::sort(order.begin(), order.end(),
-              [&](int64_t a, int64_t b) { return position(a) < position(b); });
+              [&](int64_t a, int64_t b) { return lane.Position(a) < lane.Position(b); });
     RkvOracleInput in;
     in.protect = shape_.rkv.protect;
     in.kernel = shape_.rkv.kernel;
@@ -208,7 +192,7 @@ class RkvStream {
       const int64_t s = order[k];
       for (int64_t d = 0; d < shape_.head_dim; ++d)
         in.keys.back().push_back(
-            key_blocks_.At(table[s / 16] * 16 * shape_.head_dim + CpuKeyOffset(s % 16, d)));
+            tensors_.key_blocks.Get({lane.Block(s), CpuKeyOffset(s % kBlockSlots, d)}));
     }
     const int64_t total = store_->SeqLen(seq_);
     for (int64_t p = std::max<int64_t>(0, total - shape_.window); p < total; ++p) {
@@ -216,14 +200,13 @@ class RkvStream {
       for (int64_t g = 0; g < shape_.group; ++g) {
         in.queries.back().emplace_back();
         for (int64_t d = 0; d < shape_.head_dim; ++d)
-          in.queries.back().back().push_back(query_ring_.Get(
+          in.queries.back().back().push_back(tensors_.query_ring.Get(
               {store_->Row(seq_), 0, head * shape_.group + g, p % shape_.window, d}));
       }
     }
     const RkvOracleResult want = RkvOracle(in);
-    const RkvStateLayout layout = v.StateLayout();
     RkvLane state;
-    BindState(v.lane_state.ptr<char>() + lane * layout.bytes, layout, &state);
+    BindState(lane.State(), lane.view.StateLayout(), &state);
     for (size_t k = 0; k < order.size(); ++k) {
       const int64_t s = order[k];
       const std::string at = " of rank " + std::to_string(k);
@@ -242,8 +225,8 @@ class RkvStream {
   }
 
  private:
-  KvCacheView view() const { return store_->view(); }
-  int64_t Lane(int64_t head) const { return view().LaneId(store_->Row(seq_), 0, head); }
+  const KvCacheView& view() const { return store_->view(); }
+  Lane LaneOf(int64_t head) const { return {view(), store_->Row(seq_), 0, head}; }
   OwnedTensor Rows() const { return OwnedTensor::I32({static_cast<int32_t>(store_->Row(seq_))}); }
 
   // What a chunk has brought too much goes, oldest slots first but for the very first.
@@ -263,6 +246,7 @@ class RkvStream {
     full.Fill(0);
     for (int64_t h = 0; h < shape_.kv_heads; ++h)
       full.Set({0, h}, static_cast<double>(shape_.slots));
+    store_->TakeStates({seq_}, full.view());
     std::vector<uint8_t> scratch(
         static_cast<size_t>(BuildRkvStateScratchBytes(view(), NumThreads())));
     BuildRkvStateParams p;
@@ -278,9 +262,8 @@ class RkvStream {
   RkvStreamShape shape_;
   RkvKeySource source_;
   std::mt19937_64 rng_;
-  OwnedTensor key_blocks_, value_blocks_, position_, block_table_, lane_len_, seq_len_, query_ring_;
-  OwnedTensor replace_, not_finite_, lane_state_, last_out_;
-  TensorView state_;
+  CacheTensors tensors_;
+  OwnedTensor last_out_;
   std::unique_ptr<KvStore> store_;
   SeqId seq_ = 0;
   RkvPoison poison_;

@@ -1,20 +1,23 @@
 #include "support/store_model.h"
 
 #include <algorithm>
-#include <cstring>
-#include <limits>
 #include <sstream>
 
 namespace kvcore {
 namespace {
 
-enum Plane { kKey = 0, kValue = 1, kQuery = 2 };
+enum What { kKey = 0, kValue = 1, kQuery = 2 };
 
 // 24 bits, exact in float, different for neighbours in every argument.
-float Number(uint32_t stamp, Plane plane, int64_t lane_or_head, int64_t dim) {
+float Number(uint32_t stamp, What what, int64_t lane_or_head, int64_t dim) {
   const uint32_t word = stamp * 2654435761u +
-                        static_cast<uint32_t>(plane * 100003 + lane_or_head * 1009 + dim) * 40503u;
+                        static_cast<uint32_t>(what * 100003 + lane_or_head * 1009 + dim) * 40503u;
   return static_cast<float>(word >> 8);
+}
+
+// What a plane holds after a note, exact in every type; its start value without.
+double Noted(uint32_t note, int64_t channel) {
+  return static_cast<double>(note == 0 ? channel : (note + channel) % 128);
 }
 
 void Forget(ModelledStore::Sequence* s) {
@@ -24,94 +27,7 @@ void Forget(ModelledStore::Sequence* s) {
 
 }  // namespace
 
-StoreTensors::StoreTensors(const StoreShape& s)
-    : key_blocks(DType::kF32, {s.blocks, BlockElements(s.head_dim)}),
-      position(DType::kI32, {s.blocks, kBlockSlots}),
-      block_table(DType::kI32, {s.rows, s.layers, s.kv_heads, s.max_blocks}),
-      lane_len(DType::kI32, {s.rows, s.layers, s.kv_heads}),
-      seq_len(DType::kI32, {s.rows}),
-      head_dim_(s.head_dim) {
-  const double nan = std::numeric_limits<double>::quiet_NaN();
-  key_blocks.Fill(nan);
-  value_blocks = key_blocks;
-  position.Fill(std::numeric_limits<int32_t>::min());
-  block_table.Fill(kUnusedTableEntry);
-  lane_len.Fill(77);
-  seq_len.Fill(77);
-  if (s.window > 0) {
-    query_ring = OwnedTensor(DType::kF32, {s.rows, s.layers, s.q_heads, s.window, s.head_dim});
-    query_ring.Fill(nan);
-  }
-  if (s.replaces) {
-    replace = OwnedTensor(DType::kI32, {s.rows, s.layers, s.kv_heads});
-    replace.Fill(kUnusedTableEntry);
-  }
-  if (s.states > 0) {
-    const RkvStateLayout layout(s.max_blocks * kBlockSlots, s.window, s.head_dim);
-    lane_state = OwnedTensor(DType::kU8, {s.states, layout.bytes});
-    state_of = OwnedTensor(DType::kI32, {s.rows, s.layers, s.kv_heads});
-    state_of.Fill(kUnusedTableEntry);
-  }
-  if (s.stats_channels > 0) {
-    attention_stats = OwnedTensor(DType::kF32, {s.blocks, s.stats_channels, kBlockSlots});
-    attention_stats.Fill(nan);
-    stats_start = OwnedTensor(DType::kF32, {s.stats_channels});
-    for (int64_t c = 0; c < s.stats_channels; ++c) stats_start.Set({c}, static_cast<double>(c));
-  }
-}
-
-KvCacheView StoreTensors::view() const {
-  KvCacheView v;
-  v.key_blocks = key_blocks.view();
-  v.value_blocks = value_blocks.view();
-  v.position = position.view();
-  v.block_table = block_table.view();
-  v.lane_len = lane_len.view();
-  v.seq_len = seq_len.view();
-  if (query_ring.view().ndim > 0) v.query_ring = query_ring.view();
-  if (replace.view().ndim > 0) v.replace = replace.view();
-  if (attention_stats.view().ndim > 0) {
-    v.attention_stats = attention_stats.view();
-    v.stats_start = stats_start.view();
-  }
-  if (state_of.view().ndim > 0) {
-    v.lane_state = lane_state.view();
-    v.state_of = state_of.view();
-    v.state_slots = v.max_blocks() * kBlockSlots;
-  }
-  v.head_dim = head_dim_;
-  return v;
-}
-
-std::vector<const OwnedTensor*> StoreTensors::All() const {
-  return {&key_blocks, &value_blocks, &position, &block_table,     &lane_len,  &seq_len,
-          &query_ring, &replace,      &state_of, &attention_stats, &lane_state};
-}
-
-std::vector<uint8_t> StoreTensors::Snapshot() const {
-  std::vector<uint8_t> bytes;
-  SnapshotInto(&bytes);
-  return bytes;
-}
-
-void StoreTensors::SnapshotInto(std::vector<uint8_t>* bytes) const {
-  bytes->clear();
-  for (const OwnedTensor* t : All())
-    bytes->insert(bytes->end(), t->bytes().begin(), t->bytes().end());
-}
-
-bool StoreTensors::Equals(const std::vector<uint8_t>& snapshot) const {
-  size_t at = 0;
-  for (const OwnedTensor* t : All()) {
-    const size_t size = t->bytes().size();
-    if (at + size > snapshot.size()) return false;
-    if (size > 0 && std::memcmp(snapshot.data() + at, t->bytes().data(), size) != 0) return false;
-    at += size;
-  }
-  return at == snapshot.size();
-}
-
-ModelledStore::ModelledStore(const StoreShape& shape)
+ModelledStore::ModelledStore(const CacheShape& shape)
     : tensors(shape),
       store(tensors.view(), &ThrowingOps()),
       ops_(GetOps(Device::kCpu)),
@@ -291,7 +207,7 @@ void ModelledStore::ForgetReplace(SeqId seq) {
 }
 
 uint32_t* ModelledStore::StateOf(SeqId seq, int64_t lane) const {
-  return reinterpret_cast<uint32_t*>(store.view().State(store.Row(seq) * num_lanes() + lane));
+  return reinterpret_cast<uint32_t*>(LaneOf(seq, lane).State());
 }
 
 void ModelledStore::TakeStates(const std::vector<SeqId>& seqs, int64_t full) {
@@ -311,21 +227,50 @@ void ModelledStore::TakeStates(const std::vector<SeqId>& seqs, int64_t full) {
   }
 }
 
-void ModelledStore::Attend(SeqId seq) {
-  const int32_t* tables = tensors.block_table.view().ptr<int32_t>();
-  float* stats = tensors.attention_stats.view().ptr<float>();
+void ModelledStore::WritePlanes(SeqId seq) {
   for (int64_t l = 0; l < num_lanes(); ++l) {
-    auto& lane = sequences_.at(seq).lanes[l];
-    for (size_t slot = 0; slot < lane.size(); ++slot) {
-      const auto more = static_cast<float>(next_stamp_++ % 64);
-      lane[slot].attention += more;
-      const int64_t block = tables[(store.Row(seq) * num_lanes() + l) * shape_.max_blocks +
-                                   static_cast<int64_t>(slot) / kBlockSlots];
-      for (int64_t c = 0; c < shape_.stats_channels; ++c) {
-        stats[(block * shape_.stats_channels + c) * kBlockSlots + slot % kBlockSlots] += more;
-      }
+    auto& tokens = sequences_.at(seq).lanes[l];
+    const Lane lane = LaneOf(seq, l);
+    for (size_t slot = 0; slot < tokens.size(); ++slot) {
+      tokens[slot].note = next_stamp_++;
+      for (size_t p = 0; p < tensors.planes.size(); ++p)
+        for (int64_t c = 0; c < shape_.planes[p].channels; ++c)
+          tensors.planes[p].Set({lane.Block(slot), c, static_cast<int64_t>(slot) % kBlockSlots},
+                                Noted(tokens[slot].note, c));
     }
   }
+}
+
+bool ModelledStore::SameSlot(SeqId seq, int64_t l, int64_t slot, const Token& token) const {
+  const Lane lane = LaneOf(seq, l);
+  const int64_t block = lane.Block(slot), at = slot % kBlockSlots, dims = shape_.head_dim;
+  const float* key = store.view().key_blocks.ptr<float>() + block * BlockElements(dims);
+  const float* value = store.view().value_blocks.ptr<float>() + block * BlockElements(dims);
+  bool same = lane.Position(slot) == token.position;
+  for (int64_t d = 0; d < dims; ++d) {
+    same &= key[CpuKeyOffset(at, d)] == Number(token.stamp, kKey, l, d);
+    same &= value[RowMajorOffset(at, d, dims)] == Number(token.stamp, kValue, l, d);
+  }
+  for (size_t p = 0; p < tensors.planes.size(); ++p)
+    for (int64_t c = 0; c < shape_.planes[p].channels; ++c)
+      same &= tensors.planes[p].Get({block, c, at}) == Noted(token.note, c);
+  return same;
+}
+
+std::string ModelledStore::RingDifference(SeqId seq) const {
+  const Sequence& s = sequences_.at(seq);
+  const KvCacheView& view = store.view();
+  for (int64_t head = 0; head < shape_.layers * shape_.q_heads; ++head) {
+    const char* ring = view.Ring(store.Row(seq), head / shape_.q_heads, head % shape_.q_heads);
+    for (int64_t i = 0; i < shape_.window * shape_.head_dim; ++i) {
+      const uint32_t stamp = s.ring[i / shape_.head_dim];
+      if (stamp != 0 && reinterpret_cast<const float*>(ring)[i] !=
+                            Number(stamp, kQuery, head, i % shape_.head_dim))
+        return "query head " + std::to_string(head) + " ring place " +
+               std::to_string(i / shape_.head_dim);
+    }
+  }
+  return "";
 }
 
 std::string ModelledStore::Difference(SeqId seq) const {
@@ -339,57 +284,29 @@ std::string ModelledStore::Difference(SeqId seq) const {
   if (!store.IsLive(seq)) return differs("not live");
   if (store.SeqLen(seq) != s.seq_len) return differs("seq_len ", store.SeqLen(seq));
   if (store.Undoable(seq) != s.undoable) return differs("undoable ", store.Undoable(seq));
-  const KvCacheView& view = store.view();
-  const int64_t row = store.Row(seq), dims = shape_.head_dim;
-  const float* keys = view.key_blocks.ptr<float>();
-  const float* values = view.value_blocks.ptr<float>();
-  const int32_t* positions = view.position.ptr<int32_t>();
   for (int64_t l = 0; l < num_lanes(); ++l) {
-    const auto& lane = s.lanes[l];
-    const int64_t lane_id = row * num_lanes() + l, len = view.lane_len.ptr<int32_t>()[lane_id];
-    if (len != static_cast<int64_t>(lane.size())) {
-      return differs("lane ", l, " has length ", len, ", expected ", lane.size());
+    const auto& tokens = s.lanes[l];
+    const Lane lane = LaneOf(seq, l);
+    if (lane.len != static_cast<int64_t>(tokens.size())) {
+      return differs("lane ", l, " has length ", lane.len, ", expected ", tokens.size());
     }
-    if (shape_.replaces && view.Replaced(lane_id) != s.replace[l]) {
-      return differs("lane ", l, " replaces ", view.Replaced(lane_id), ", expected ", s.replace[l]);
+    if (shape_.replaces && lane.Replaced() != s.replace[l]) {
+      return differs("lane ", l, " replaces ", lane.Replaced(), ", expected ", s.replace[l]);
     }
     if (shape_.states > 0) {
       const uint32_t* state = StateOf(seq, l);
       if ((state != nullptr ? *state : 0) != s.states[l]) return differs("the state of lane ", l);
     }
-    const int32_t* table = view.block_table.ptr<int32_t>() + lane_id * shape_.max_blocks;
-    for (int64_t slot = 0; slot < len; ++slot) {
-      const int64_t block = table[slot / kBlockSlots], at = slot % kBlockSlots;
-      const int32_t position = positions[block * kBlockSlots + at];
-      bool same = position == lane[slot].position;
-      const float* key = keys + block * BlockElements(dims);
-      const float* value = values + block * BlockElements(dims);
-      for (int64_t d = 0; d < dims; ++d) {
-        same &= key[CpuKeyOffset(at, d)] == Number(lane[slot].stamp, kKey, l, d);
-        same &= value[RowMajorOffset(at, d, dims)] == Number(lane[slot].stamp, kValue, l, d);
-      }
-      for (int64_t c = 0; c < shape_.stats_channels; ++c) {
-        const int64_t stat = (block * shape_.stats_channels + c) * kBlockSlots + at;
-        same &=
-            view.attention_stats.ptr<float>()[stat] == static_cast<float>(c) + lane[slot].attention;
-      }
-      if (!same) {
-        return differs("lane ", l, " slot ", slot, " in block ", block, ": position ", position,
-                       ", expected ", lane[slot].position, " with its keys and values");
+    for (int64_t slot = 0; slot < lane.len; ++slot) {
+      if (!SameSlot(seq, l, slot, tokens[slot])) {
+        return differs("lane ", l, " slot ", slot, " in block ", lane.Block(slot), ": position ",
+                       lane.Position(slot), ", expected ", tokens[slot].position,
+                       " with its keys, values and planes");
       }
     }
   }
-  for (int64_t i = 0; i < shape_.window * shape_.layers * shape_.q_heads; ++i) {
-    const int64_t place = i % shape_.window, head = i / shape_.window;  // layer * q_heads + head
-    if (s.ring[place] == 0) continue;
-    const float* query = view.query_ring.ptr<float>() + row * view.query_ring.stride[0] + i * dims;
-    for (int64_t d = 0; d < dims; ++d) {
-      if (query[d] != Number(s.ring[place], kQuery, head, d)) {
-        return differs("query head ", head, " ring place ", place);
-      }
-    }
-  }
-  return "";
+  const std::string ring = RingDifference(seq);
+  return ring.empty() ? "" : differs(ring);
 }
 
 std::string ModelledStore::Difference() const {

@@ -10,38 +10,10 @@
 
 #include "store/batch_plan.h"
 #include "store/kv_store.h"
+#include "support/cache_tensors.h"
 #include "support/injected_throw.h"
-#include "support/lane_fixture.h"
 
 namespace kvcore {
-
-struct StoreShape {
-  int64_t rows = 4, layers = 2, kv_heads = 2, q_heads = 4;
-  int64_t head_dim = 8, max_blocks = 6, blocks = 64;
-  int64_t window = 4;          // query ring; 0 = none
-  bool replaces = false;       // lanes may have a slot that their next token overwrites
-  int64_t stats_channels = 0;  // of attention_stats; 0 = none
-  int64_t states = 0;          // of lanes; 0 = none. They need a window and replaces.
-};
-
-// Float32. Keys, values, ring NaN, lengths garbage and table entries huge until a store writes
-// them.
-class StoreTensors {
- public:
-  explicit StoreTensors(const StoreShape& shape);
-  KvCacheView view() const;               // points into this object
-  std::vector<uint8_t> Snapshot() const;  // all bytes of all tensors
-  void SnapshotInto(std::vector<uint8_t>* bytes) const;
-  bool Equals(const std::vector<uint8_t>& snapshot) const;
-
-  OwnedTensor key_blocks, value_blocks, position, block_table, lane_len, seq_len, query_ring;
-  OwnedTensor replace, attention_stats, stats_start, lane_state, state_of;
-
- private:
-  std::vector<const OwnedTensor*> All() const;
-
-  int64_t head_dim_;
-};
 
 // Slots to drop, [sequence][lane][k] with lane = layer * kv_heads + head.
 using DropLists = std::vector<std::vector<std::vector<int32_t>>>;
@@ -50,8 +22,8 @@ class ModelledStore {
  public:
   struct Token {
     int32_t position;
-    uint32_t stamp;       // stands for the token's keys, values and queries in every lane
-    float attention = 0;  // what the slot has got since it was written
+    uint32_t stamp;     // stands for the token's keys, values and queries in every lane
+    uint32_t note = 0;  // what was last written into the slot's planes; 0 = nothing
     bool operator==(const Token&) const = default;
   };
   struct Sequence {
@@ -64,7 +36,7 @@ class ModelledStore {
     std::vector<uint32_t> ring;    // stamp of the query in each place; 0 = never written
   };
 
-  explicit ModelledStore(const StoreShape& shape);
+  explicit ModelledStore(const CacheShape& shape);  // float32
 
   SeqId Create();
   void Release(SeqId seq);
@@ -74,10 +46,10 @@ class ModelledStore {
   std::vector<SeqId> Fork(SeqId parent, int64_t count, bool copy);
   void Adopt(SeqId parent, SeqId child);
   int64_t Evict(const std::vector<SeqId>& seqs, const DropLists& lists);
-  // What somebody outside of the store writes: the slot that a lane's next token overwrites, and
-  // attention that every live slot of a sequence gets.
+  // What operations write: the slot that a lane's next token overwrites, and numbers into the
+  // planes of every live slot of a sequence.
   void Elect(SeqId seq, int64_t lane, int32_t slot);
-  void Attend(SeqId seq);
+  void WritePlanes(SeqId seq);
   void ForgetReplace(SeqId seq);
   // A state, with a number in it, for every lane of at least `full` slots.
   void TakeStates(const std::vector<SeqId>& seqs, int64_t full);
@@ -86,19 +58,24 @@ class ModelledStore {
   std::string Difference(SeqId seq) const;
   std::string Difference() const;  // all sequences and the number of them
 
-  const StoreShape& shape() const { return shape_; }
+  const CacheShape& shape() const { return shape_; }
   int64_t num_lanes() const { return shape_.layers * shape_.kv_heads; }
   const std::map<SeqId, Sequence>& sequences() const { return sequences_; }
 
-  StoreTensors tensors;
+  CacheTensors tensors;
   KvStore store;
   Failures failures;  // of the store in each of the changes above
 
  private:
+  Lane LaneOf(SeqId seq, int64_t lane) const {
+    return {store.view(), store.Row(seq) * num_lanes() + lane};
+  }
   uint32_t* StateOf(SeqId seq, int64_t lane) const;  // null if it has none
+  bool SameSlot(SeqId seq, int64_t lane, int64_t slot, const Token& token) const;
+  std::string RingDifference(SeqId seq) const;
 
   const OpTable& ops_;
-  StoreShape shape_;
+  CacheShape shape_;
   std::map<SeqId, Sequence> sequences_;
   uint32_t next_stamp_ = 1;
   std::vector<float> key_, value_, query_;  // inputs of append_kv

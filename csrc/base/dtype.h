@@ -56,6 +56,24 @@ struct Half {
   uint16_t bits;
 };
 
+// The type of T's numbers.
+template <typename T>
+inline constexpr DType kDTypeOf = DType::kBool;
+template <>
+inline constexpr DType kDTypeOf<float> = DType::kF32;
+template <>
+inline constexpr DType kDTypeOf<BFloat16> = DType::kBF16;
+template <>
+inline constexpr DType kDTypeOf<Half> = DType::kF16;
+template <>
+inline constexpr DType kDTypeOf<int32_t> = DType::kI32;
+template <>
+inline constexpr DType kDTypeOf<int64_t> = DType::kI64;
+template <>
+inline constexpr DType kDTypeOf<uint8_t> = DType::kU8;
+template <>
+inline constexpr DType kDTypeOf<double> = DType::kF64;
+
 inline float ToFloat(float x) { return x; }
 
 inline float ToFloat(BFloat16 x) {

@@ -132,6 +132,18 @@ void CopyBlocks(const BoundStore& s, const TensorArg<"src">& src, const TensorAr
   OpsOf(s).copy_blocks(s.store.view(), p, stream);
 }
 
+void Linear(const TensorArg<"x">& x, const TensorArg<"weight">& weight,
+            const OptionalTensorArg<"bias">& bias, const TensorArg<"out">& out, bool gated,
+            Stream stream) {
+  LinearParams p;
+  p.x = x;
+  p.weight = weight;
+  p.bias = bias;
+  p.out = out;
+  p.gated = gated;
+  GetOps(x.device).linear(p, stream);
+}
+
 void SampleTokens(const TensorArg<"logits">& logits, const TensorArg<"temperature">& temperature,
                   const TensorArg<"top_k">& top_k, const TensorArg<"top_p">& top_p,
                   const TensorArg<"min_p">& min_p, const TensorArg<"rng_key">& rng_key,
@@ -205,6 +217,8 @@ void BindOps(py::module_& m) {
         py::arg("keep"), py::arg("drop"), py::arg("drop_count"), py::arg("stream") = 0, NoGil());
   m.def("copy_blocks", &CopyBlocks, py::arg("store"), py::arg("src"), py::arg("dst"),
         py::arg("stream") = 0, NoGil());
+  m.def("linear", &Linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("out"),
+        py::arg("gated") = false, py::arg("stream") = 0, NoGil());
   m.def("sample_tokens", &SampleTokens, py::arg("logits"), py::arg("temperature"), py::arg("top_k"),
         py::arg("top_p"), py::arg("min_p"), py::arg("rng_key"), py::arg("rng_counter"),
         py::arg("token"), py::arg("entropy"), py::arg("logprob"), py::arg("scratch"),

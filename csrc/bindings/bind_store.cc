@@ -2,6 +2,9 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -17,34 +20,45 @@ using NoGil = py::call_guard<py::gil_scoped_release>;
 using Seqs = std::vector<SeqId>;
 using Counts = std::vector<int64_t>;
 
+// (name, tensor, what new places begin with or None).
+using Side = std::tuple<std::string, py::object, py::object>;
+
 BoundStore MakeStore(const py::object& key_blocks, const py::object& value_blocks,
                      const py::object& position, const py::object& block_table,
                      const py::object& lane_len, const py::object& seq_len,
-                     const py::object& query_ring, int64_t head_dim, const py::object& replace,
-                     const py::object& lane_state, int64_t state_slots,
-                     const py::object& attention_stats, const py::object& stats_start,
-                     const py::object& not_finite, const py::object& state_of) {
+                     const py::object& query_ring, int64_t head_dim,
+                     const std::vector<Side>& planes, const std::vector<Side>& row_states,
+                     const py::object& lane_state, const py::object& state_of,
+                     int64_t state_slots) {
   KvCacheView view;
-  view.key_blocks = ViewOfTensor(key_blocks.ptr(), "key_blocks");
-  view.value_blocks = ViewOfTensor(value_blocks.ptr(), "value_blocks");
-  view.position = ViewOfTensor(position.ptr(), "position");
-  view.block_table = ViewOfTensor(block_table.ptr(), "block_table");
-  view.lane_len = ViewOfTensor(lane_len.ptr(), "lane_len");
-  view.seq_len = ViewOfTensor(seq_len.ptr(), "seq_len");
-  if (!query_ring.is_none()) view.query_ring = ViewOfTensor(query_ring.ptr(), "query_ring");
-  if (!replace.is_none()) view.replace = ViewOfTensor(replace.ptr(), "replace");
-  if (!lane_state.is_none()) view.lane_state = ViewOfTensor(lane_state.ptr(), "lane_state");
-  if (!state_of.is_none()) view.state_of = ViewOfTensor(state_of.ptr(), "state_of");
-  if (!attention_stats.is_none()) {
-    view.attention_stats = ViewOfTensor(attention_stats.ptr(), "attention_stats");
-    view.stats_start = ViewOfTensor(stats_start.ptr(), "stats_start");
-  }
-  if (!not_finite.is_none()) view.not_finite = ViewOfTensor(not_finite.ptr(), "not_finite");
+  std::vector<py::object> kept;
+  const auto view_of = [&kept](const py::object& tensor, const char* name) {
+    if (tensor.is_none()) return TensorView();
+    kept.push_back(tensor);
+    return ViewOfTensor(tensor.ptr(), name);
+  };
+  const auto add = [&view_of](const std::string& name, const py::object& tensor,
+                              const py::object& start, SideTensors* to) {
+    to->Set(name, view_of(tensor, name.c_str()), view_of(start, (name + " start").c_str()));
+  };
+  const auto needed = [](const py::object& tensor, const char* name) {
+    return ViewOfTensor(tensor.ptr(), name);  // refuses None by name
+  };
+  view.key_blocks = needed(key_blocks, "key_blocks");
+  view.value_blocks = needed(value_blocks, "value_blocks");
+  view.position = needed(position, "position");
+  view.block_table = needed(block_table, "block_table");
+  view.lane_len = needed(lane_len, "lane_len");
+  view.seq_len = needed(seq_len, "seq_len");
+  kept = {key_blocks, value_blocks, position, block_table, lane_len, seq_len};
+  add("query_ring", query_ring, py::none(), &view.row_states);
+  for (const auto& [name, tensor, start] : planes) add(name, tensor, start, &view.planes);
+  for (const auto& [name, tensor, start] : row_states) add(name, tensor, start, &view.row_states);
+  view.lane_state = view_of(lane_state, "lane_state");
+  view.state_of = view_of(state_of, "state_of");
   view.state_slots = state_slots;
   view.head_dim = head_dim;
-  return {{key_blocks, value_blocks, position, block_table, lane_len, seq_len, query_ring, replace,
-           lane_state, attention_stats, stats_start, not_finite, state_of},
-          KvStore(view)};
+  return {std::move(kept), KvStore(view)};
 }
 
 std::vector<int64_t> Rows(const BoundStore& s, const Seqs& seqs) {
@@ -57,13 +71,15 @@ std::vector<int64_t> Rows(const BoundStore& s, const Seqs& seqs) {
 }  // namespace
 
 void BindStore(py::module_& m) {
+  m.attr("BLOCK_SLOTS") = kBlockSlots;
+  m.attr("NO_REPLACE") = kNoReplace;
+  m.attr("NOT_FINITE") = kNotFinite;
   py::class_<BoundStore>(m, "KvStore")
       .def(py::init(&MakeStore), py::arg("key_blocks"), py::arg("value_blocks"),
            py::arg("position"), py::arg("block_table"), py::arg("lane_len"), py::arg("seq_len"),
-           py::arg("query_ring") = py::none(), py::arg("head_dim"), py::arg("replace") = py::none(),
-           py::arg("lane_state") = py::none(), py::arg("state_slots") = 0,
-           py::arg("attention_stats") = py::none(), py::arg("stats_start") = py::none(),
-           py::arg("not_finite") = py::none(), py::arg("state_of") = py::none())
+           py::arg("query_ring") = py::none(), py::arg("head_dim"), py::arg("planes") = py::tuple(),
+           py::arg("row_states") = py::tuple(), py::arg("lane_state") = py::none(),
+           py::arg("state_of") = py::none(), py::arg("state_slots") = 0)
       .def("create", [](BoundStore& s) { return s.store.Create(); })
       .def(
           "release", [](BoundStore& s, SeqId seq) { s.store.Release(seq); }, py::arg("seq"))
@@ -91,6 +107,12 @@ void BindStore(py::module_& m) {
       .def(
           "forget_replace", [](BoundStore& s, SeqId seq) { s.store.ForgetReplace(seq); },
           py::arg("seq"))
+      .def(
+          "elect",
+          [](BoundStore& s, const Seqs& seqs, const TensorArg<"slots">& slots) {
+            s.store.Elect(seqs, slots);
+          },
+          py::arg("seqs"), py::arg("slots"), NoGil())
       .def(
           "take_states",
           [](BoundStore& s, const Seqs& seqs, const TensorArg<"full">& full) {

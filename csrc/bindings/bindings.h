@@ -4,7 +4,7 @@
 
 #include <pybind11/pybind11.h>
 
-#include <array>
+#include <vector>
 
 #include "store/kv_store.h"
 
@@ -13,9 +13,7 @@ namespace kvcore {
 // A KvStore that keeps its tensors alive. Not thread-safe: one thread at a time per store, though
 // the GIL is released while an operation runs.
 struct BoundStore {
-  static constexpr int kNumTensors = 13;
-
-  std::array<pybind11::object, kNumTensors> tensors;  // declared first: outlives the store
+  std::vector<pybind11::object> tensors;  // declared first: outlives the store
   KvStore store;
 };
 

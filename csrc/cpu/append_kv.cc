@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "base/parallel.h"
 #include "cpu/check_lanes.h"
 #include "cpu/cpu_ops.h"
+#include "cpu/slot_bits.h"
 
 namespace kvcore {
 namespace {
@@ -86,64 +86,63 @@ void CheckParams(const KvCacheView& view, const AppendKvParams& p) {
   KV_CHECK(dims["kv_heads"] == view.num_kv_heads() && dims["head_dim"] == view.head_dim)
       << "key: expected [tokens, " << view.num_kv_heads() << ", " << view.head_dim << "], got "
       << p.key.ShapeString();
-  KV_CHECK(p.query.empty() == view.query_ring.empty() || p.key.shape[0] == 0)
+  KV_CHECK(p.query.empty() == view.query_ring().empty() || p.key.shape[0] == 0)
       << "query: " << (p.query.empty() ? "required by" : "given without") << " the query ring";
   if (!p.query.empty()) {
     MatchTensor({"tokens", "q_heads", "head_dim"})
         .DType(view.dtype())
         .InnerContiguous()
         .Check(p.query, "query", &dims);
-    KV_CHECK(view.query_ring.empty() || dims["q_heads"] == view.query_ring.shape[2])
-        << "query: expected " << view.query_ring.shape[2] << " heads, got "
-        << p.query.ShapeString();
+    KV_CHECK(view.query_ring().empty() || dims["q_heads"] == view.num_q_heads())
+        << "query: expected " << view.num_q_heads() << " heads, got " << p.query.ShapeString();
   }
   const int64_t tokens = p.key.shape[0];
   CheckBatch(view, p.batch, tokens, &dims);
-  const int32_t* rows = p.batch.rows.ptr<int32_t>();
-  const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
-  for (int64_t s = 0; s < p.batch.rows.shape[0]; ++s) {
-    const int64_t count = cu[s + 1] - cu[s];
+  const LanesOfBatch lanes(view, p.batch, p.layer);
+  for (int64_t s = 0; s < lanes.num_seqs(); ++s) {
+    const int64_t count = lanes.Count(s);
     if (count == 0) continue;
     for (int64_t h = 0; h < view.num_kv_heads(); ++h) {
-      CheckLane(view, rows[s], p.layer, h, count);
-      const int64_t lane = view.LaneId(rows[s], p.layer, h);
-      KV_CHECK(view.Replaced(lane) < view.lane_len.ptr<int32_t>()[lane])
-          << "replace: expected a slot below lane_len " << view.lane_len.ptr<int32_t>()[lane]
-          << " in row " << rows[s] << ", layer " << p.layer << ", kv head " << h << ", got "
-          << view.Replaced(lane);
-      KV_CHECK(count != 1 || view.Replaced(lane) < 0 || view.state_of.empty() ||
-               view.State(lane) != nullptr)
-          << "state_of: expected a state of [0, " << view.num_states() << ") in row " << rows[s]
-          << ", layer " << p.layer << ", kv head " << h << ", whose slot " << view.Replaced(lane)
-          << " is overwritten, got " << view.state_of.ptr<int32_t>()[lane];
+      const Lane lane = lanes.At(s, h);
+      lane.Check(count);
+      KV_CHECK(lane.Replaced() < lane.len) << "replace: expected a slot below lane_len " << lane.len
+                                           << " in " << lane.Name() << ", got " << lane.Replaced();
+      if (count == 1 && lane.Replaced() >= 0 && !view.state_of.empty()) lane.CheckState();
     }
-    const int64_t total = view.seq_len.ptr<int32_t>()[rows[s]];
-    KV_CHECK(total >= count) << "seq_len[" << rows[s] << "]: expected at least " << count
-                             << ", got " << total;
+    const int64_t row = lanes.Row(s), total = view.seq_len.ptr<int32_t>()[row];
+    KV_CHECK(total >= count) << "seq_len[" << row << "]: expected at least " << count << ", got "
+                             << total;
   }
 }
 
 void WriteQueries(const KvCacheView& view, const AppendKvParams& p, const FiniteRows& check) {
-  const int64_t q_heads = view.query_ring.shape[2], window = view.window();
+  const int64_t q_heads = view.num_q_heads(), window = view.window();
   const int64_t row_bytes = view.head_dim * DTypeBytes(view.dtype());
-  const int32_t* rows = p.batch.rows.ptr<int32_t>();
-  const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
-  for (int64_t s = 0; s < p.batch.rows.shape[0]; ++s) {
-    const int64_t total = view.seq_len.ptr<int32_t>()[rows[s]];
-    for (int64_t token = cu[s]; token < cu[s + 1]; ++token) {
-      const int64_t position = total - cu[s + 1] + token;
+  const LanesOfBatch lanes(view, p.batch, p.layer);
+  for (int64_t s = 0; s < lanes.num_seqs(); ++s) {
+    const int64_t row = lanes.Row(s), count = lanes.Count(s);
+    const int64_t first_position = view.seq_len.ptr<int32_t>()[row] - count;
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t position = first_position + t;
       bool finite = true;
       for (int64_t h = 0; h < q_heads; ++h) {
-        const char* query = check.Checked(RowOf(p.query, token, h), view.head_dim, &finite);
-        if (token < cu[s + 1] - window) continue;
-        const int64_t ring_row =
-            ((rows[s] * view.num_layers() + p.layer) * q_heads + h) * window + position % window;
-        std::memcpy(view.query_ring.ptr<char>() + ring_row * row_bytes, query,
-                    static_cast<size_t>(row_bytes));
+        const char* query =
+            check.Checked(RowOf(p.query, lanes.First(s) + t, h), view.head_dim, &finite);
+        if (t >= count - window)
+          std::memcpy(view.Ring(row, p.layer, h) + position % window * row_bytes, query,
+                      static_cast<size_t>(row_bytes));
       }
-      if (!finite) NoteNotFinite(view, rows[s], position);
+      if (!finite) NoteNotFinite(view, row, position);
     }
   }
+}
+
+// Slot `slot` of block `block` begins with the plane's start values.
+template <typename T>
+void BeginSlot(const SideTensor& plane, int64_t block, int64_t slot) {
+  const int64_t channels = plane.tensor.shape[1];
+  T* to = plane.tensor.ptr<T>() + block * channels * kBlockSlots + slot;
+  for (int64_t c = 0; c < channels; ++c) to[c * kBlockSlots] = plane.start.ptr<T>()[c];
 }
 
 }  // namespace
@@ -152,49 +151,45 @@ void AppendKvCpu(const KvCacheView& view, const AppendKvParams& p, Stream) {
   CheckParams(view, p);
   const int64_t tokens = p.key.shape[0];
   if (tokens == 0) return;
-  const int64_t seqs = p.batch.rows.shape[0], heads = view.num_kv_heads();
-  const int64_t element = DTypeBytes(view.dtype()), head_dim = view.head_dim;
-  const int64_t block_bytes = BlockElements(head_dim) * element;
+  const int64_t heads = view.num_kv_heads(), head_dim = view.head_dim;
+  const int64_t element = DTypeBytes(view.dtype()), block_bytes = BlockElements(head_dim) * element;
   const auto write_key = element == 2 ? WriteKey<uint32_t> : WriteKey<uint64_t>;
   const auto read_key = element == 2 ? ReadKey<uint32_t> : ReadKey<uint64_t>;
   const RkvStateLayout state = view.StateLayout();
-  const int64_t channels = view.stats_channels();
-  const int32_t* rows = p.batch.rows.ptr<int32_t>();
-  const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
+  const LanesOfBatch lanes(view, p.batch, p.layer);
   const FiniteRows check(view.dtype());
-  const int64_t grain = std::max<int64_t>(1, seqs * kMinRangeElements / (tokens * head_dim));
-  ParallelFor(seqs * heads, grain, [&](int64_t begin, int64_t end, int) {
+  const int64_t grain =
+      std::max<int64_t>(1, lanes.num_seqs() * kMinRangeElements / (tokens * head_dim));
+  ParallelFor(lanes.size(), grain, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t s = i / heads, head = i % heads, count = cu[s + 1] - cu[s];
-      const int64_t lane = view.LaneId(rows[s], p.layer, head);
-      const int32_t* table = view.block_table.ptr<int32_t>() + lane * view.max_blocks();
-      const int32_t replaced = count == 1 ? view.Replaced(lane) : -1;
-      const int64_t first_slot =
-          replaced >= 0 ? replaced : view.lane_len.ptr<int32_t>()[lane] - count;
+      const int64_t s = i / heads, head = i % heads, count = lanes.Count(s), row = lanes.Row(s);
+      if (count == 0) continue;
+      const Lane lane = lanes.At(s, head);
+      const int32_t replaced = count == 1 ? lane.Replaced() : kNoReplace;
+      const int64_t first_slot = replaced >= 0 ? replaced : lane.len - count;
       if (replaced >= 0 && !view.lane_state.empty())
-        read_key(view.key_blocks.ptr<char>() + table[replaced / kBlockSlots] * block_bytes,
-                 replaced % kBlockSlots, head_dim, view.State(lane) + state.replaced_key);
-      const int64_t first_position = view.seq_len.ptr<int32_t>()[rows[s]] - count;
+        read_key(view.key_blocks.ptr<char>() + lane.Block(replaced) * block_bytes,
+                 replaced % kBlockSlots, head_dim, lane.State() + state.replaced_key);
+      const int64_t first_position = view.seq_len.ptr<int32_t>()[row] - count;
       for (int64_t t = 0; t < count; ++t) {
-        const int64_t slot = (first_slot + t) % kBlockSlots;
-        const int64_t block = table[(first_slot + t) / kBlockSlots];
+        const int64_t block = lane.Block(first_slot + t), slot = (first_slot + t) % kBlockSlots;
+        const int64_t token = lanes.First(s) + t;
         bool finite = true;
-        const char* key = check.Checked(RowOf(p.key, cu[s] + t, head), head_dim, &finite);
-        const char* value = check.Checked(RowOf(p.value, cu[s] + t, head), head_dim, &finite);
-        if (!finite) NoteNotFinite(view, rows[s], first_position + t);
+        const char* key = check.Checked(RowOf(p.key, token, head), head_dim, &finite);
+        const char* value = check.Checked(RowOf(p.value, token, head), head_dim, &finite);
+        if (!finite) NoteNotFinite(view, row, first_position + t);
         write_key(key, view.key_blocks.ptr<char>() + block * block_bytes, slot, head_dim);
         std::memcpy(view.value_blocks.ptr<char>() + block * block_bytes +
                         RowMajorOffset(slot, 0, head_dim) * element,
                     value, static_cast<size_t>(head_dim * element));
-        view.position.ptr<int32_t>()[block * kBlockSlots + slot] =
-            static_cast<int32_t>(first_position + t);
-        for (int64_t c = 0; c < channels; ++c)
-          view.attention_stats.ptr<float>()[(block * channels + c) * kBlockSlots + slot] =
-              view.stats_start.ptr<float>()[c];
+        lane.Position(first_slot + t) = static_cast<int32_t>(first_position + t);
+        for (const SideTensor& plane : view.planes)
+          if (!plane.empty())
+            WithBits(plane.tensor.dtype, [&]<typename T>() { BeginSlot<T>(plane, block, slot); });
       }
     }
   });
-  if (!view.query_ring.empty()) WriteQueries(view, p, check);
+  if (!view.query_ring().empty()) WriteQueries(view, p, check);
 }
 
 }  // namespace kvcore

@@ -8,13 +8,12 @@
 #include "cpu/attend_kernels.h"
 #include "cpu/check_lanes.h"
 #include "cpu/cpu_ops.h"
-#include "cpu/rkv_checks.h"
+#include "cpu/rkv_common.h"
 #include "cpu/scratch.h"
 
 namespace kvcore {
 namespace {
 
-constexpr int64_t kAlign = 64;
 // A range handed to a thread is worth at least this many multiply-adds (some microseconds).
 constexpr int64_t kMinRangeWork = 200'000;
 constexpr int64_t kRangesPerThread = 8;
@@ -23,49 +22,51 @@ constexpr int64_t kTilesPerThread = 2;
 // Parts of shared tiles that scratch has room for: of the longest lane, and these for each thread.
 constexpr int64_t kPartsPerThread = 4;
 
-int64_t Aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-int64_t TileBytes(int64_t head_dim) { return Aligned(4 * AttendTileScratchFloats(head_dim)); }
 int64_t SplitsFor(int64_t slots) { return (slots + kAttendSplit - 1) / kAttendSplit; }
 
-// What a thread needs to observe a lane: products of rows with slots, and for the fused R-KV pass
-// the state's own scratch.
-struct ObservedScratch {
-  int64_t stride = 0, kept_bytes = 0, bytes = 0;
+// What a thread needs: a tile's scratch, and to observe a lane the products of rows with its slots,
+// and for the fused R-KV pass the state's own scratch.
+struct Pieces {
+  float *tile, *kept, *rkv;
+  int64_t stride = 0;  // between rows of `kept`
 
-  explicit ObservedScratch(const KvCacheView& view) {
-    int64_t own_bytes = 0, rows = 0;
+  Pieces(Carver* carver, const KvCacheView& view) {
+    int64_t rows = 0, rkv_floats = 0;
     if (!view.lane_state.empty()) {
       const int64_t capacity = view.StateLayout().capacity;
       stride = capacity + 16;
       rows = kRkvKeptRows;
-      own_bytes = 4 * RkvScratchFloats(capacity);
+      rkv_floats = RkvScratchFloats(capacity);
     }
-    if (!view.attention_stats.empty()) {
+    if (view.planes.Find(kAttentionStats) != nullptr) {
       stride = std::max(stride, view.max_blocks() * kBlockSlots + 16);
       rows = kAttendTileRows;
     }
-    kept_bytes = 4 * stride * rows;
-    bytes = Aligned(kept_bytes + own_bytes);
+    tile = carver->Take<float>(AttendTileScratchFloats(view.head_dim));
+    kept = carver->Take<float>(stride * rows);
+    rkv = carver->Take<float>(rkv_floats);
   }
 };
 
-// Scratch: parts of shared tiles, then a piece for each thread.
+// Sizes of the scratch: parts of shared tiles, as many as the longest lane has and some for each
+// thread, then a thread's pieces.
 struct Layout {
-  ObservedScratch observed;
-  int64_t tile_bytes, part_bytes, longest_parts, fixed, per_thread;
+  int64_t part_bytes, longest_parts, shared, pieces_bytes, per_thread;
 
-  explicit Layout(const KvCacheView& view) : observed(view) {
-    tile_bytes = TileBytes(view.head_dim);
-    part_bytes = 4 * AttendPartialFloats(view.head_dim);
+  explicit Layout(const KvCacheView& view) {
+    Carver carver(nullptr);
+    const Pieces pieces(&carver, view);
+    part_bytes = AlignUp(4 * AttendPartialFloats(view.head_dim));
     longest_parts = SplitsFor(view.max_blocks() * kBlockSlots);
-    fixed = kAlign + longest_parts * part_bytes;
-    per_thread = tile_bytes + observed.bytes + kPartsPerThread * part_bytes;
+    shared = longest_parts * part_bytes;
+    pieces_bytes = carver.bytes();
+    per_thread = pieces_bytes + kPartsPerThread * part_bytes;
   }
   int64_t NumParts(int threads) const { return longest_parts + kPartsPerThread * threads; }
 };
 
-bool IsObserved(const KvCacheView& view, const AttendParams& p, int64_t lane, int64_t count) {
-  return p.observe_rkv && count == 1 && view.Replaced(lane) >= 0;
+bool IsObserved(const AttendParams& p, const Lane& lane, int64_t count) {
+  return p.observe_rkv && count == 1 && lane.Replaced() >= 0;
 }
 
 struct Place {
@@ -94,18 +95,17 @@ struct Plan {
 };
 
 Plan MakePlan(const KvCacheView& view, const AttendParams& p, int64_t group) {
-  const int64_t seqs = p.batch.rows.shape[0], heads = view.num_kv_heads();
-  const int32_t* rows = p.batch.rows.ptr<int32_t>();
-  const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
+  const int64_t heads = view.num_kv_heads();
+  const LanesOfBatch lanes(view, p.batch, p.layer);
   Plan plan;
   plan.kv_heads = heads;
-  plan.first_tile.resize(static_cast<size_t>(seqs) + 1);
-  for (int64_t s = 0; s < seqs; ++s) {
-    const int64_t count = cu[s + 1] - cu[s];
+  plan.first_tile.resize(static_cast<size_t>(lanes.num_seqs()) + 1);
+  for (int64_t s = 0; s < lanes.num_seqs(); ++s) {
+    const int64_t count = lanes.Count(s);
     for (int64_t h = 0; h < heads && count > 0; ++h) {
-      CheckLane(view, rows[s], p.layer, h, 0);
-      const int64_t len = view.lane_len.ptr<int32_t>()[view.LaneId(rows[s], p.layer, h)];
-      plan.work += 2 * count * group * len * view.head_dim;
+      const Lane lane = lanes.At(s, h);
+      lane.Check();
+      plan.work += 2 * count * group * lane.len * view.head_dim;
     }
     const int64_t tiles = (count * group + kAttendTileRows - 1) / kAttendTileRows;
     plan.first_tile[static_cast<size_t>(s) + 1] =
@@ -120,21 +120,17 @@ void CheckObserved(const KvCacheView& view, const AttendParams& p, int64_t group
   CheckScale(p.scale);
   KV_CHECK(group <= kAttendTileRows) << "observe_rkv: expected at most " << kAttendTileRows
                                      << " query heads per kv head, got " << group;
-  const int32_t* rows = p.batch.rows.ptr<int32_t>();
-  const int32_t* cu = p.batch.cu_tokens.ptr<int32_t>();
-  for (int64_t s = 0; s < p.batch.rows.shape[0]; ++s)
+  const LanesOfBatch lanes(view, p.batch, p.layer);
+  for (int64_t s = 0; s < lanes.num_seqs(); ++s)
     for (int64_t h = 0; h < view.num_kv_heads(); ++h) {
-      const int64_t lane = view.LaneId(rows[s], p.layer, h);
-      const int64_t len = view.lane_len.ptr<int32_t>()[lane];
-      if (!IsObserved(view, p, lane, cu[s + 1] - cu[s])) continue;
-      KV_CHECK(len > p.rkv.protect && len <= view.state_slots && view.Replaced(lane) < len)
+      const Lane lane = lanes.At(s, h);
+      if (!IsObserved(p, lane, lanes.Count(s))) continue;
+      KV_CHECK(lane.len > p.rkv.protect && lane.len <= view.state_slots &&
+               lane.Replaced() < lane.len)
           << "lane_len: expected more than protect (" << p.rkv.protect << ") and at most "
-          << view.state_slots << " slots in row " << rows[s] << ", layer " << p.layer
-          << ", kv head " << h << ", got " << len << " with slot " << view.Replaced(lane)
-          << " replaced";
-      KV_CHECK(view.State(lane) != nullptr)
-          << "state_of: expected a state of [0, " << view.num_states() << ") in row " << rows[s]
-          << ", layer " << p.layer << ", kv head " << h << ", got none";
+          << view.state_slots << " slots in " << lane.Name() << ", got " << lane.len
+          << " with slot " << lane.Replaced() << " replaced";
+      lane.CheckState();
     }
 }
 
@@ -142,17 +138,22 @@ void CheckObserved(const KvCacheView& view, const AttendParams& p, int64_t group
 class Runner {
  public:
   Runner(const KvCacheView& view, const AttendParams& p, const Plan& plan, int64_t group,
-         int threads)
-      : view_(view), p_(p), plan_(plan), group_(group), threads_(threads), layout_(view) {
+         const Layout& layout)
+      : view_(view),
+        p_(p),
+        plan_(plan),
+        lanes_(view, p.batch, p.layer),
+        group_(group),
+        layout_(layout),
+        scratch_(p.scratch, layout.shared, layout.per_thread),
+        threads_(scratch_.threads()) {
     const AttendKernels& kernels = KV_ISA_TABLE(kAttendKernels);
     const auto of_type = [&](const AttendKernelsOfTypes& k) {
       return view.dtype() == DType::kF32 ? k.f32 : view.dtype() == DType::kBF16 ? k.bf16 : k.f16;
     };
     run_ = of_type(p.accumulate ? kernels.stats : kernels.plain);
     run_observed_ = of_type(p.rkv.mix < 1 ? kernels.rkv : kernels.ring);
-    const auto unaligned = reinterpret_cast<uintptr_t>(p.scratch.data);
-    parts_ = reinterpret_cast<char*>((unaligned + kAlign - 1) / kAlign * kAlign);
-    threads_scratch_ = parts_ + layout_.NumParts(threads) * layout_.part_bytes;
+    if (p.accumulate) stats_ = view.plane<float>(kAttentionStats);
   }
 
   void Run() {
@@ -163,11 +164,12 @@ class Runner {
                               : std::max<int64_t>({1, num_tiles * kMinRangeWork / (plan_.work + 1),
                                                    num_tiles / (threads_ * kRangesPerThread)});
     const auto run_tiles = [this](int64_t begin, int64_t end, int thread_id) {
-      for (int64_t i = begin; i < end; ++i) RunTile(i, i + 1 < end, thread_id);
+      const Pieces mine = PiecesOf(thread_id);
+      for (int64_t i = begin; i < end; ++i) RunTile(i, i + 1 < end, mine);
     };
     if (p_.accumulate) {
       // A lane's tokens add to the same slots: one thread takes them, in their order.
-      const int64_t lanes = p_.batch.rows.shape[0] * view_.num_kv_heads();
+      const int64_t lanes = lanes_.size();
       ParallelFor(lanes, std::max<int64_t>(1, grain * lanes / num_tiles), threads_,
                   [&](int64_t begin, int64_t end, int thread_id) {
                     run_tiles(plan_.FirstOfLane(begin), plan_.FirstOfLane(end), thread_id);
@@ -192,8 +194,9 @@ class Runner {
     const auto run = [this](std::vector<Task>* list) {
       ParallelFor(static_cast<int64_t>(list->size()), 1, threads_,
                   [&](int64_t begin, int64_t end, int thread_id) {
+                    const Pieces mine = PiecesOf(thread_id);
                     for (int64_t i = begin; i < end; ++i)
-                      RunTask((*list)[static_cast<size_t>(i)], thread_id);
+                      RunTask((*list)[static_cast<size_t>(i)], mine);
                   });
       list->clear();
     };
@@ -209,7 +212,7 @@ class Runner {
         run(&merges);
         parts = 0;
       }
-      char* const at = parts_ + parts * layout_.part_bytes;
+      char* const at = scratch_.shared() + parts * layout_.part_bytes;
       for (int64_t split = 0; split < splits; ++split) tasks.push_back({i, split, splits, at});
       merges.push_back({i, splits, splits, at});
       parts += splits;
@@ -222,20 +225,22 @@ class Runner {
   int64_t SplitsToShare(int64_t i) const {
     const Place at = plan_.Locate(i);
     const AttendTile tile = MakeTile(at);
-    if (tile.num_rows > kAttendSharedRows || IsObserved(view_, p_, Lane(at), Count(at))) return 1;
+    if (tile.num_rows > kAttendSharedRows || IsObserved(p_, LaneAt(at), Count(at))) return 1;
     return SplitsFor(tile.limit + (tile.first_row + tile.num_rows - 1) / group_);
   }
 
-  int64_t Count(const Place& at) const {
-    const int32_t* cu = p_.batch.cu_tokens.ptr<int32_t>();
-    return cu[at.seq + 1] - cu[at.seq];
+  int64_t Count(const Place& at) const { return lanes_.Count(at.seq); }
+  Lane LaneAt(const Place& at) const { return lanes_.At(at.seq, at.head); }
+  Pieces PiecesOf(int thread_id) const {
+    Carver carver(scratch_.shared() + layout_.NumParts(threads_) * layout_.part_bytes +
+                  thread_id * layout_.pieces_bytes);
+    return {&carver, view_};
   }
-  int64_t Row(const Place& at) const { return p_.batch.rows.ptr<int32_t>()[at.seq]; }
-  int64_t Lane(const Place& at) const { return view_.LaneId(Row(at), p_.layer, at.head); }
 
   // The tile without a thread's scratch.
   AttendTile MakeTile(const Place& at) const {
-    const int64_t element = DTypeBytes(view_.dtype()), count = Count(at), lane = Lane(at);
+    const int64_t element = DTypeBytes(view_.dtype()), count = Count(at);
+    const Lane lane = LaneAt(at);
     AttendTile tile = {};
     tile.key_blocks = view_.key_blocks.data;
     tile.value_blocks = view_.value_blocks.data;
@@ -248,14 +253,13 @@ class Runner {
     tile.lse_head = p_.lse.stride[1];
     tile.group = group_;
     tile.scale = p_.scale;
-    tile.kept_stride = layout_.observed.stride;
-    tile.stats = view_.attention_stats.ptr<float>();
-    tile.stats_channels = view_.stats_channels();
-    tile.table = view_.block_table.ptr<int32_t>() + lane * view_.max_blocks();
-    tile.limit = view_.lane_len.ptr<int32_t>()[lane] - count + 1;
+    tile.stats = stats_.data;
+    tile.stats_channels = stats_.channels;
+    tile.table = lane.table;
+    tile.limit = lane.len - count + 1;
     tile.first_row = at.tile * kAttendTileRows;
     tile.num_rows = std::min<int64_t>(kAttendTileRows, count * group_ - tile.first_row);
-    const int64_t token = p_.batch.cu_tokens.ptr<int32_t>()[at.seq], q_head = at.head * group_;
+    const int64_t token = lanes_.First(at.seq), q_head = at.head * group_;
     tile.query =
         p_.query.ptr<char>() + (token * tile.query_token + q_head * tile.query_head) * element;
     tile.out = p_.out.ptr<char>() + (token * tile.out_token + q_head * tile.out_head) * element;
@@ -265,58 +269,40 @@ class Runner {
     return tile;
   }
 
-  char* ThreadScratch(int thread_id) const {
-    return threads_scratch_ + thread_id * (layout_.tile_bytes + layout_.observed.bytes);
-  }
-
-  void RunTask(const Task& task, int thread_id) const {
-    if (task.parts == nullptr) return RunTile(task.tile, false, thread_id);
+  void RunTask(const Task& task, const Pieces& mine) const {
+    if (task.parts == nullptr) return RunTile(task.tile, false, mine);
     const Place at = plan_.Locate(task.tile);
     AttendTile tile = MakeTile(at);
     tile.partials = reinterpret_cast<float*>(task.parts);
     tile.split = task.split;
     tile.num_splits = task.num_splits;
-    tile.scratch = reinterpret_cast<float*>(ThreadScratch(thread_id));
+    tile.scratch = mine.tile;
     Call(run_, at, &tile);
   }
 
   // `goes_on`: the thread takes the next tile after this one.
-  void RunTile(int64_t i, bool goes_on, int thread_id) const {
+  void RunTile(int64_t i, bool goes_on, const Pieces& mine) const {
     const Place at = plan_.Locate(i);
-    const int64_t lane = Lane(at);
+    const Lane lane = LaneAt(at);
     AttendTile tile = MakeTile(at);
     if (goes_on) {
-      const int64_t next_lane = Lane(plan_.Locate(i + 1));
-      tile.next_table = view_.block_table.ptr<int32_t>() + next_lane * view_.max_blocks();
-      tile.next_blocks =
-          next_lane == lane ? 0 : BlocksFor(view_.lane_len.ptr<int32_t>()[next_lane]);
+      const Lane next = LaneAt(plan_.Locate(i + 1));
+      tile.next_table = next.table;
+      tile.next_blocks = next.id == lane.id ? 0 : BlocksFor(next.len);
     }
-    char* const scratch = ThreadScratch(thread_id);
-    tile.scratch = reinterpret_cast<float*>(scratch);
-    tile.kept = reinterpret_cast<float*>(scratch + layout_.tile_bytes);
-    if (!IsObserved(view_, p_, lane, Count(at))) return Call(run_, at, &tile);
-    RkvLane rkv;
-    const RkvStateLayout state = view_.StateLayout();
-    char* const lane_state = view_.State(lane);
-    BindState(lane_state, state, &rkv);
-    rkv.key_blocks = tile.key_blocks;
-    rkv.table = tile.table;
-    rkv.head_dim = view_.head_dim;
-    rkv.len = view_.lane_len.ptr<int32_t>()[lane];
-    rkv.window = view_.window();
-    rkv.protect = p_.rkv.protect;
-    rkv.kernel = p_.rkv.kernel;
-    rkv.mix = p_.rkv.mix;
-    rkv.threshold = p_.rkv.threshold;
-    const int32_t seq_len = view_.seq_len.ptr<int32_t>()[Row(at)];
-    rkv.num_queries = std::min<int64_t>(rkv.window, seq_len);
-    rkv.scratch =
-        reinterpret_cast<float*>(reinterpret_cast<char*>(tile.kept) + layout_.observed.kept_bytes);
+    tile.scratch = mine.tile;
+    tile.kept = mine.kept;
+    tile.kept_stride = mine.stride;
+    if (!IsObserved(p_, lane, Count(at))) return Call(run_, at, &tile);
+    RkvLane rkv = RkvLaneOf(lane, p_.rkv);
+    rkv.scratch = mine.rkv;
     tile.rkv = &rkv;
-    tile.replaced_key = lane_state + state.replaced_key;
-    tile.position = seq_len - 1;
-    tile.elected = view_.replace.ptr<int32_t>() + lane;
+    tile.replaced_key = lane.State() + view_.StateLayout().replaced_key;
+    tile.position = lane.seq_len() - 1;
+    int32_t elected = lane.Replaced();
+    tile.elected = &elected;
     Call(run_observed_, at, &tile);
+    lane.SetReplaced(elected);
   }
 
   // Runs a kernel and notes the position of the first token whose result is not finite.
@@ -325,27 +311,28 @@ class Runner {
     tile->bad_row = &bad_row;
     kernel(*tile);
     if (bad_row < 0) return;
-    const int64_t total = view_.seq_len.ptr<int32_t>()[Row(at)];
-    NoteNotFinite(view_, Row(at), std::max<int64_t>(0, total - Count(at) + bad_row / group_));
+    const int64_t position = LaneAt(at).seq_len() - Count(at) + bad_row / group_;
+    NoteNotFinite(view_, lanes_.Row(at.seq), std::max<int64_t>(0, position));
   }
 
   const KvCacheView& view_;
   const AttendParams& p_;
   const Plan& plan_;
+  const LanesOfBatch lanes_;
   const int64_t group_;
+  const Layout& layout_;
+  const Scratch scratch_;
   const int threads_;
-  const Layout layout_;
+  Plane<float> stats_;
   void (*run_)(const AttendTile&);
   void (*run_observed_)(const AttendTile&);
-  char* parts_;
-  char* threads_scratch_;
 };
 
 }  // namespace
 
 int64_t AttendScratchBytes(const KvCacheView& view, int threads) {
   const Layout layout(view);
-  return layout.fixed + threads * layout.per_thread;
+  return Scratch::Bytes(layout.shared, layout.per_thread, threads);
 }
 
 void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
@@ -372,18 +359,18 @@ void AttendCpu(const KvCacheView& view, const AttendParams& p, Stream) {
   CheckBatch(view, p.batch, tokens, &dims);
   if (tokens == 0 || q_heads == 0) return;
   const Layout layout(view);
-  const int threads = ThreadsForScratch(p.scratch, layout.fixed, layout.per_thread);
   const int64_t group = q_heads / view.num_kv_heads();
   if (p.accumulate) {
-    const int64_t channels = view.stats_channels();
-    KV_CHECK(!view.attention_stats.empty()) << "accumulate: the cache keeps no attention_stats";
-    KV_CHECK(channels == 1 || channels >= 3 * group)
-        << "attention_stats: expected 1 channel or at least " << 3 * group << ", got " << channels;
+    const Plane<float> stats = view.plane<float>(kAttentionStats);
+    KV_CHECK(stats.data != nullptr) << "accumulate: the cache keeps no " << kAttentionStats;
+    KV_CHECK(stats.channels == 1 || stats.channels >= 3 * group)
+        << kAttentionStats << ": expected 1 channel or at least " << 3 * group << ", got "
+        << stats.channels;
   }
   KV_CHECK(!p.accumulate || !p.observe_rkv) << "accumulate: expected false with observe_rkv";
   if (p.observe_rkv) CheckObserved(view, p, group);
   const Plan plan = MakePlan(view, p, group);
-  Runner(view, p, plan, group, threads).Run();
+  Runner(view, p, plan, group, layout).Run();
 }
 
 }  // namespace kvcore

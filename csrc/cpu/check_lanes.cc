@@ -39,26 +39,11 @@ void CheckLayer(const KvCacheView& view, int64_t layer) {
       << "layer: expected a layer in [0, " << view.num_layers() << "), got " << layer;
 }
 
-void CheckLane(const KvCacheView& view, int64_t row, int64_t layer, int64_t head, int64_t min_len) {
-  const int64_t lane = view.LaneId(row, layer, head);
-  const int64_t len = view.lane_len.ptr<int32_t>()[lane];
-  KV_CHECK(len >= min_len) << "lane_len: expected at least " << min_len << " slots in row " << row
-                           << ", layer " << layer << ", head " << head << ", got " << len;
-  KV_CHECK(len >= 0 && BlocksFor(len) <= view.max_blocks())
-      << "lane_len: row " << row << ", layer " << layer << ", head " << head << " has " << len
-      << " slots, its table holds " << view.max_blocks() * kBlockSlots;
-  const int32_t* table = view.block_table.ptr<int32_t>() + lane * view.max_blocks();
-  const auto num_blocks = static_cast<uint64_t>(view.num_blocks());
-  for (int64_t b = 0; b < BlocksFor(len); ++b)
-    KV_CHECK(static_cast<uint64_t>(static_cast<int64_t>(table[b])) < num_blocks)
-        << "block_table: entry " << b << " of row " << row << ", layer " << layer << ", head "
-        << head << ": expected a block in [0, " << num_blocks << "), got " << table[b];
-}
-
 void NoteNotFinite(const KvCacheView& view, int64_t row, int64_t position) {
-  if (view.not_finite.empty()) return;
+  const TensorView& not_finite = view.row_state(kNotFiniteAt);
+  if (not_finite.empty()) return;
   const auto wanted = static_cast<int32_t>(position + 1);
-  int32_t* const first = view.not_finite.ptr<int32_t>() + row;
+  int32_t* const first = not_finite.ptr<int32_t>() + row;
   int32_t known = __atomic_load_n(first, __ATOMIC_RELAXED);
   while ((known == 0 || wanted < known) &&
          !__atomic_compare_exchange_n(first, &known, wanted, /*weak=*/true, __ATOMIC_RELAXED,

@@ -3,8 +3,7 @@
 
 #include <cstdint>
 
-#include "ops/batch.h"
-#include "ops/kv_cache_view.h"
+#include "ops/lane.h"
 
 namespace kvcore {
 
@@ -15,9 +14,6 @@ void CheckRows(const KvCacheView& view, const TensorView& rows, Dims* dims);
 void CheckBatch(const KvCacheView& view, const RaggedBatch& batch, int64_t tokens, Dims* dims);
 
 void CheckLayer(const KvCacheView& view, int64_t layer);
-
-// The lane holds at least `min_len` slots and its table entries in use name blocks of the pool.
-void CheckLane(const KvCacheView& view, int64_t row, int64_t layer, int64_t head, int64_t min_len);
 
 // Keeps the smallest position of a row at which something was not finite, if the view has a place
 // for it. Safe to call from several threads.

@@ -1,6 +1,7 @@
 #include "ops/copy_blocks.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <vector>
 
@@ -12,13 +13,19 @@ namespace {
 
 constexpr int64_t kMinRangeBytes = 128 * 1024;
 
+// One piece of every block of one tensor.
+struct Pieces {
+  char* data;
+  int64_t bytes;
+};
+
 // Starts the page walks and the first reads of the next block while this one is copied: blocks lie
 // anywhere, so the hardware cannot guess them.
-void Announce(char* plane, int64_t src, int64_t dst, int64_t block_bytes) {
+void Announce(const Pieces& p, int64_t src, int64_t dst) {
   constexpr int64_t kLead = 1024, kLine = 64;
-  for (int64_t b = 0; b < std::min(kLead, block_bytes); b += kLine)
-    __builtin_prefetch(plane + src * block_bytes + b);
-  __builtin_prefetch(plane + dst * block_bytes, 1);
+  for (int64_t b = 0; b < std::min(kLead, p.bytes); b += kLine)
+    __builtin_prefetch(p.data + src * p.bytes + b);
+  __builtin_prefetch(p.data + dst * p.bytes, 1);
 }
 
 void CheckParams(const KvCacheView& view, const CopyBlocksParams& p) {
@@ -47,30 +54,26 @@ void CheckParams(const KvCacheView& view, const CopyBlocksParams& p) {
 
 void CopyBlocksCpu(const KvCacheView& view, const CopyBlocksParams& p, Stream) {
   CheckParams(view, p);
-  const int64_t block_bytes = BlockElements(view.head_dim) * DTypeBytes(view.dtype());
-  const int64_t grain = std::max<int64_t>(1, kMinRangeBytes / block_bytes);
+  // What a block holds: keys and values, which are large, then positions and planes.
+  constexpr int kLarge = 2;
+  std::array<Pieces, kLarge + 1 + SideTensors::kMax> pieces;
+  int count = 0;
+  for (const TensorView* t : {&view.key_blocks, &view.value_blocks, &view.position})
+    pieces[count++] = {t->ptr<char>(), t->stride[0] * DTypeBytes(t->dtype)};
+  for (const SideTensor& plane : view.planes)
+    if (!plane.empty())
+      pieces[count++] = {plane.tensor.ptr<char>(),
+                         plane.tensor.stride[0] * DTypeBytes(plane.tensor.dtype)};
+  const int64_t grain = std::max<int64_t>(1, kMinRangeBytes / pieces[0].bytes);
   ParallelFor(p.src.shape[0], grain, [&](int64_t begin, int64_t end, int) {
-    char* const key = view.key_blocks.ptr<char>();
-    char* const value = view.value_blocks.ptr<char>();
-    int32_t* const position = view.position.ptr<int32_t>();
-    float* const stats = view.attention_stats.ptr<float>();  // null without
-    const int64_t block_stats = view.stats_channels() * kBlockSlots;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t src = p.src.ptr<int32_t>()[i], dst = p.dst.ptr<int32_t>()[i];
-      if (i + 1 < end) {
-        const int64_t next_src = p.src.ptr<int32_t>()[i + 1],
-                      next_dst = p.dst.ptr<int32_t>()[i + 1];
-        for (char* plane : {key, value}) Announce(plane, next_src, next_dst, block_bytes);
-      }
-      std::memcpy(key + dst * block_bytes, key + src * block_bytes,
-                  static_cast<size_t>(block_bytes));
-      std::memcpy(value + dst * block_bytes, value + src * block_bytes,
-                  static_cast<size_t>(block_bytes));
-      std::memcpy(position + dst * kBlockSlots, position + src * kBlockSlots,
-                  kBlockSlots * sizeof(int32_t));
-      if (stats != nullptr)
-        std::memcpy(stats + dst * block_stats, stats + src * block_stats,
-                    static_cast<size_t>(block_stats) * sizeof(float));
+      if (i + 1 < end)
+        for (int j = 0; j < kLarge; ++j)
+          Announce(pieces[j], p.src.ptr<int32_t>()[i + 1], p.dst.ptr<int32_t>()[i + 1]);
+      for (int j = 0; j < count; ++j)
+        std::memcpy(pieces[j].data + dst * pieces[j].bytes, pieces[j].data + src * pieces[j].bytes,
+                    static_cast<size_t>(pieces[j].bytes));
     }
   });
 }

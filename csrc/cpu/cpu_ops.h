@@ -18,6 +18,7 @@ void ScoreRandomCpu(const KvCacheView& view, const ScoreRandomParams& p, Stream 
 void SelectSlotsCpu(const KvCacheView& view, const SelectSlotsParams& p, Stream stream);
 void EvictSlotsCpu(const KvCacheView& view, const EvictSlotsParams& p, Stream stream);
 void CopyBlocksCpu(const KvCacheView& view, const CopyBlocksParams& p, Stream stream);
+void LinearCpu(const LinearParams& p, Stream stream);
 void SampleTokensCpu(const SampleTokensParams& p, Stream stream);
 
 }  // namespace kvcore

@@ -2,7 +2,6 @@
 // layout.
 #pragma once
 
-#include <algorithm>
 #include <vector>
 
 #include "base/dtype.h"
@@ -11,40 +10,37 @@
 
 namespace kvcore {
 
-template <typename T>
-void LoadKeyColumn(const KvCacheView& view, const BatchLane& lane, int64_t dim, double* column) {
-  for (int64_t first = 0; first < lane.len; first += kBlockSlots) {
-    const T* block = view.key_blocks.ptr<T>() +
-                     int64_t{lane.table[first / kBlockSlots]} * BlockElements(view.head_dim);
-    const int64_t count = std::min(kBlockSlots, lane.len - first);
-    for (int64_t s = 0; s < count; ++s) column[first + s] = ToFloat(block[CpuKeyOffset(s, dim)]);
+// f(T{}) with the type that the cache stores.
+template <typename F>
+auto WithStorage(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kBF16:
+      return f(BFloat16{});
+    case DType::kF16:
+      return f(Half{});
+    default:
+      return f(float{});
   }
 }
 
 // column[s] = number `dim` of the key in slot s, for every live slot. Resizes `column`.
-inline void KeyColumn(const KvCacheView& view, const BatchLane& lane, int64_t dim,
-                      std::vector<double>* column) {
+inline void KeyColumn(const Lane& lane, int64_t dim, std::vector<double>* column) {
   column->resize(static_cast<size_t>(lane.len));
-  switch (view.dtype()) {
-    case DType::kBF16:
-      return LoadKeyColumn<BFloat16>(view, lane, dim, column->data());
-    case DType::kF16:
-      return LoadKeyColumn<Half>(view, lane, dim, column->data());
-    default:
-      return LoadKeyColumn<float>(view, lane, dim, column->data());
-  }
+  WithStorage(lane.view.dtype(), [&](auto t) {
+    lane.ForEachBlock([&](int64_t block, int64_t first, int64_t count) {
+      const auto* keys = lane.view.key_blocks.ptr<decltype(t)>() +
+                         block * BlockElements(lane.view.head_dim) + CpuKeyOffset(0, dim);
+      for (int64_t s = 0; s < count; ++s)
+        (*column)[static_cast<size_t>(first + s)] = ToFloat(keys[CpuKeyOffset(s, 0)]);
+    });
+  });
 }
 
-// Number `index` of the query ring.
-inline double RingNumber(const KvCacheView& view, int64_t index) {
-  switch (view.dtype()) {
-    case DType::kBF16:
-      return ToFloat(view.query_ring.ptr<BFloat16>()[index]);
-    case DType::kF16:
-      return ToFloat(view.query_ring.ptr<Half>()[index]);
-    default:
-      return view.query_ring.ptr<float>()[index];
-  }
+// Number `index` of a stored row.
+inline double StoredNumber(const char* row, DType dtype, int64_t index) {
+  return WithStorage(dtype, [&](auto t) -> double {
+    return ToFloat(reinterpret_cast<const decltype(t)*>(row)[index]);
+  });
 }
 
 }  // namespace kvcore

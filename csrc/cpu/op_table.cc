@@ -18,6 +18,7 @@ const OpTable& GetOps(Device device) {
       .select_slots = SelectSlotsCpu,
       .evict_slots = EvictSlotsCpu,
       .copy_blocks = CopyBlocksCpu,
+      .linear = LinearCpu,
       .sample_tokens = SampleTokensCpu,
   };
   return device == Device::kCuda ? GetCudaOps() : kCpuOps;

@@ -4,13 +4,10 @@
 #include <stdint.h>
 
 #include "cpu/isa.h"
+#include "ops/replace.h"
 #include "ops/rkv_state.h"
 
 namespace kvcore {
-
-// Outcomes of an election besides a slot.
-inline constexpr int32_t kNotElected = -1;  // the state has to be built anew
-inline constexpr int32_t kNotFinite = -2;   // keys or queries are not finite
 
 struct RkvLane {
   const void* key_blocks;  // T, layout of kv_layout.h
@@ -32,21 +29,6 @@ struct RkvLane {
 // Five padded rows, taken first by similarities and touched slots, then by importance, redundancy
 // and both by age; products with the oldest key; two packed query rows.
 constexpr int64_t RkvScratchFloats(int64_t capacity) { return 6 * (capacity + 64) + 2 * 272; }
-
-// Points `lane` into a lane's state.
-inline void BindState(char* state, const RkvStateLayout& at, RkvLane* lane) {
-  lane->capacity = at.capacity;
-  lane->elected_rank = reinterpret_cast<int32_t*>(state + at.elected_rank);
-  lane->column = reinterpret_cast<double*>(state + at.column);
-  lane->weight_sum = reinterpret_cast<double*>(state + at.weight_sum);
-  lane->inverse_norm = reinterpret_cast<float*>(state + at.inverse_norm);
-  lane->pointer = reinterpret_cast<int32_t*>(state + at.pointer);
-  lane->pointer_value = reinterpret_cast<float*>(state + at.pointer_value);
-  lane->position = reinterpret_cast<int32_t*>(state + at.position);
-  lane->weight = reinterpret_cast<float*>(state + at.weight);
-  lane->order = reinterpret_cast<int32_t*>(state + at.order);
-  lane->similar = reinterpret_cast<uint8_t*>(state + at.similar);
-}
 
 // A lane whose state is built from its keys and its row's query ring.
 struct RkvBuild {

@@ -8,7 +8,7 @@
 #include "base/parallel.h"
 #include "base/rng.h"
 #include "cpu/cpu_ops.h"
-#include "cpu/sample_kernels.h"
+#include "cpu/sample_tokens_kernels.h"
 #include "cpu/scratch.h"
 
 namespace kvcore {
@@ -16,18 +16,7 @@ namespace {
 
 // Without top-k the draw nearly always lands among this many largest logits.
 constexpr int64_t kFirstTry = 128;
-constexpr int64_t kAlign = 64;
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
-int64_t RoundUp64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-int64_t PeakBytes(int64_t columns) {
-  return RoundUp64(static_cast<int64_t>(sizeof(float)) *
-                   ((columns + kSampleBlock - 1) / kSampleBlock));
-}
-int64_t ThreadScratchBytes(int64_t columns) {
-  return RoundUp64(static_cast<int64_t>(sizeof(SampleCandidate)) * columns) +
-         2 * PeakBytes(columns);
-}
 
 // The order in which probabilities accumulate: largest first, then the lower id.
 bool Before(const SampleCandidate& a, const SampleCandidate& b) {
@@ -71,12 +60,18 @@ Crossing FindCrossing(SampleCandidate* c, int64_t count, Reached&& reached) {
 
 class RowSampler {
  public:
-  RowSampler(DType dtype, int64_t vocab, int64_t columns, char* scratch)
+  RowSampler(DType dtype, int64_t vocab, int64_t columns, Carver* carver)
       : kernels_(KV_ISA_TABLE(kSampleKernels)), dtype_(dtype), vocab_(vocab) {
+    const int64_t blocks = (columns + kSampleBlock - 1) / kSampleBlock;
     num_blocks_ = (vocab + kSampleBlock - 1) / kSampleBlock;
-    peaks_ = reinterpret_cast<float*>(scratch);
-    sorted_peaks_ = reinterpret_cast<float*>(scratch + PeakBytes(columns));
-    candidates_ = reinterpret_cast<SampleCandidate*>(scratch + 2 * PeakBytes(columns));
+    peaks_ = carver->Take<float>(blocks);
+    sorted_peaks_ = carver->Take<float>(blocks);
+    candidates_ = carver->Take<SampleCandidate>(columns);
+  }
+  static int64_t ScratchBytes(int64_t columns) {
+    Carver carver(nullptr);
+    const RowSampler measured(DType::kF32, columns, columns, &carver);
+    return carver.bytes();
   }
 
   struct Result {
@@ -232,7 +227,7 @@ void CheckParams(const SampleTokensParams& p, Dims* dims) {
 }  // namespace
 
 int64_t SampleTokensScratchBytes(int64_t columns, int threads) {
-  return kAlign + threads * ThreadScratchBytes(columns);
+  return Scratch::Bytes(0, RowSampler::ScratchBytes(columns), threads);
 }
 
 void SampleTokensCpu(const SampleTokensParams& p, Stream) {
@@ -240,13 +235,11 @@ void SampleTokensCpu(const SampleTokensParams& p, Stream) {
   CheckParams(p, &dims);
   const int64_t rows = dims["rows"], columns = dims["columns"];
   if (rows == 0) return;
-  const int threads = ThreadsForScratch(p.scratch, kAlign, ThreadScratchBytes(columns));
-  char* const scratch = reinterpret_cast<char*>(
-      RoundUp64(static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.scratch.data))));
+  const Scratch scratch(p.scratch, 0, RowSampler::ScratchBytes(columns));
   const int64_t row_bytes = p.logits.stride[0] * DTypeBytes(p.logits.dtype);
-  ParallelFor(rows, 1, threads, [&](int64_t begin, int64_t end, int thread_id) {
-    RowSampler sampler(p.logits.dtype, p.vocab, columns,
-                       scratch + thread_id * ThreadScratchBytes(columns));
+  ParallelFor(rows, 1, scratch.threads(), [&](int64_t begin, int64_t end, int thread_id) {
+    Carver carver(scratch.Of(thread_id));
+    RowSampler sampler(p.logits.dtype, p.vocab, columns, &carver);
     for (int64_t row = begin; row < end; ++row) {
       const double uniform =
           UniformDouble(static_cast<uint64_t>(p.rng_key.ptr<int64_t>()[row]),

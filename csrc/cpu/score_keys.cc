@@ -22,12 +22,13 @@ double Coarse(double x) {
   return std::ldexp(std::nearbyint(std::ldexp(mantissa, 17)), exponent - 17);
 }
 
-void ScoreLane(const KvCacheView& view, const BatchLane& lane, KeyScore kind, float* score) {
+void ScoreLane(const Lane& lane, KeyScore kind, float* score) {
   thread_local std::vector<double> column, norm, dot;  // grow to the longest lane, then stay
   const auto len = static_cast<size_t>(lane.len);
+  const int64_t head_dim = lane.view.head_dim;
   norm.assign(len, 0.0);
-  for (int64_t dim = 0; dim < view.head_dim; ++dim) {
-    KeyColumn(view, lane, dim, &column);
+  for (int64_t dim = 0; dim < head_dim; ++dim) {
+    KeyColumn(lane, dim, &column);
     for (size_t s = 0; s < len; ++s) norm[s] += column[s] * column[s];
   }
   for (double& x : norm) x = std::sqrt(x);
@@ -38,8 +39,8 @@ void ScoreLane(const KvCacheView& view, const BatchLane& lane, KeyScore kind, fl
   // -cos(k_s, m) with m the mean of unit keys, one dim of m at a time.
   dot.assign(len, 0.0);
   double mean_square = 0.0;
-  for (int64_t dim = 0; dim < view.head_dim; ++dim) {
-    KeyColumn(view, lane, dim, &column);
+  for (int64_t dim = 0; dim < head_dim; ++dim) {
+    KeyColumn(lane, dim, &column);
     double mean = 0.0;
     for (size_t s = 0; s < len; ++s) mean += column[s] / (norm[s] + kTiny);
     mean /= static_cast<double>(len);
@@ -59,22 +60,23 @@ void ScoreKeysCpu(const KvCacheView& view, const ScoreKeysParams& p, Stream) {
   KV_CHECK(p.kind == KeyScore::kNorm || p.kind == KeyScore::kDifference)
       << "kind: expected 0 (norm) or 1 (difference), got " << static_cast<int64_t>(p.kind);
   CheckSlotScores(view, p.rows, p.score);
-  const int64_t slots = p.score.shape[3], lanes = NumBatchLanes(view, p.rows);
+  const LanesOfRows lanes(view, p.rows);
+  const int64_t slots = p.score.shape[3];
   FirstBadLane bad(lanes);
 
-  ParallelFor(lanes, 1, [&](int64_t begin, int64_t end, int) {
+  ParallelFor(lanes.size(), 1, [&](int64_t begin, int64_t end, int) {
     thread_local std::vector<int32_t> position;
     for (int64_t index = begin; index < end; ++index) {
-      const BatchLane lane(view, p.rows, index);
+      const Lane lane = lanes[index];
       float* score = p.score.ptr<float>() + index * slots;
-      ScoreLane(view, lane, p.kind, score);
+      ScoreLane(lane, p.kind, score);
       for (int64_t slot = 0; slot < lane.len; ++slot)
         if (!std::isfinite(score[slot])) bad.Add(index);
-      LanePositions(view, lane, &position);
+      LanePositions(lane, &position);
       FinishScores(position, p.protect, slots, score);
     }
   });
-  bad.Check(view, p.rows, "score_keys", "its keys are not finite");
+  bad.Check("score_keys", "its keys are not finite");
 }
 
 }  // namespace kvcore

@@ -11,7 +11,7 @@
 #include "base/parallel.h"
 #include "cpu/cpu_ops.h"
 #include "cpu/lane_keys.h"
-#include "cpu/rkv_checks.h"
+#include "cpu/rkv_common.h"
 #include "cpu/slot_scores.h"
 
 namespace kvcore {
@@ -19,23 +19,20 @@ namespace {
 
 // weight[s] = sum over the lane's query heads of their softmax. False, with zeroes, when some q.k
 // is not finite.
-bool GroupAttention(const KvCacheView& view, const BatchLane& lane, double scale,
-                    std::vector<double>* weight) {
+bool GroupAttention(const Lane& lane, double scale, std::vector<double>* weight) {
   thread_local std::vector<double> column, logits;  // grow to the longest lane, then stay
+  const KvCacheView& view = lane.view;
   const auto len = static_cast<size_t>(lane.len);
-  const int64_t q_heads = view.query_ring.shape[2], window = view.window();
-  const int64_t group = q_heads / view.num_kv_heads();
+  const int64_t group = view.num_q_heads() / view.num_kv_heads();
   weight->assign(len, 0.0);
   if (len == 0) return true;
-  const int64_t newest = view.seq_len.ptr<int32_t>()[lane.row] - 1;
-  const int64_t first_head =
-      (lane.row * view.num_layers() + lane.layer) * q_heads + lane.head * group;
+  const int64_t newest = (lane.seq_len() - 1) % view.window();
   logits.assign(len * static_cast<size_t>(group), 0.0);
   for (int64_t dim = 0; dim < view.head_dim; ++dim) {
-    KeyColumn(view, lane, dim, &column);
+    KeyColumn(lane, dim, &column);
     for (int64_t g = 0; g < group; ++g) {
-      const int64_t cell = (first_head + g) * window + newest % window;
-      const double q = RingNumber(view, cell * view.head_dim + dim);
+      const char* ring = view.Ring(lane.row(), lane.layer(), lane.head() * group + g);
+      const double q = StoredNumber(ring, view.dtype(), newest * view.head_dim + dim);
       double* logit = logits.data() + static_cast<size_t>(g) * len;
       for (size_t s = 0; s < len; ++s) logit[s] += q * column[s];
     }
@@ -76,10 +73,11 @@ void ScoreTovaCpu(const KvCacheView& view, const ScoreTovaParams& p, Stream) {
   KV_CHECK(view.window() >= 1) << "query_ring: expected a window of >= 1 queries, got none";
   CheckSlotScores(view, p.rows, p.score);
   CheckSeqLens(view, p.rows);
+  const LanesOfRows lanes(view, p.rows);
   const int64_t slots = p.score.shape[3], heads = view.num_kv_heads();
-  const double each = 1.0 / static_cast<double>(view.query_ring.shape[2]);
+  const double each = 1.0 / static_cast<double>(view.num_q_heads());
   const double scale = ScaleOr(p.scale, view.head_dim);
-  FirstBadLane bad(NumBatchLanes(view, p.rows));
+  FirstBadLane bad(lanes);
 
   ParallelFor(p.rows.shape[0] * view.num_layers(), 1, [&](int64_t begin, int64_t end, int) {
     thread_local std::vector<int32_t> position;
@@ -88,19 +86,17 @@ void ScoreTovaCpu(const KvCacheView& view, const ScoreTovaParams& p, Stream) {
     for (int64_t item = begin; item < end; ++item) {
       received.clear();
       for (int64_t index = item * heads; index < (item + 1) * heads; ++index) {
-        const BatchLane lane(view, p.rows, index);
-        if (!GroupAttention(view, lane, scale, &weight)) bad.Add(index);
+        const Lane lane = lanes[index];
+        if (!GroupAttention(lane, scale, &weight)) bad.Add(index);
         for (int64_t slot = 0; slot < lane.len; ++slot)
-          received.emplace_back(lane.Position(view, slot), weight[static_cast<size_t>(slot)]);
+          received.emplace_back(lane.Position(slot), weight[static_cast<size_t>(slot)]);
       }
       SumByPosition(&received);
       for (int64_t index = item * heads; index < (item + 1) * heads; ++index) {
-        const BatchLane lane(view, p.rows, index);
-        LanePositions(view, lane, &position);
+        LanePositions(lanes[index], &position);
         float* score = p.score.ptr<float>() + index * slots;
-        for (int64_t slot = 0; slot < lane.len; ++slot) {
-          const Received key(position[static_cast<size_t>(slot)],
-                             -std::numeric_limits<double>::infinity());
+        for (size_t slot = 0; slot < position.size(); ++slot) {
+          const Received key(position[slot], -std::numeric_limits<double>::infinity());
           const auto sum = std::lower_bound(received.begin(), received.end(), key);
           score[slot] = static_cast<float>(sum->second * each);
         }
@@ -108,7 +104,7 @@ void ScoreTovaCpu(const KvCacheView& view, const ScoreTovaParams& p, Stream) {
       }
     }
   });
-  bad.Check(view, p.rows, "score_tova", "its keys or newest queries are not finite");
+  bad.Check("score_tova", "its keys or newest queries are not finite");
 }
 
 }  // namespace kvcore

@@ -30,7 +30,7 @@ struct Entry {
 void SelectSlotsCpu(const KvCacheView& view, const SelectSlotsParams& p, Stream) {
   view.Check();
   CheckSlotScores(view, p.rows, p.score);
-  const int64_t lanes = NumBatchLanes(view, p.rows);
+  const LanesOfRows lanes(view, p.rows);
   const int64_t slots = p.score.shape[3];
   Dims dims;
   dims.Bind("seqs", p.rows.shape[0]);
@@ -50,8 +50,8 @@ void SelectSlotsCpu(const KvCacheView& view, const SelectSlotsParams& p, Stream)
       .Check(p.drop_count, "drop_count", &dims);
   const int64_t max_drop = dims["max_drop"];
 
-  for (int64_t index = 0; index < lanes; ++index) {
-    const BatchLane lane(view, p.rows, index);
+  for (int64_t index = 0; index < lanes.size(); ++index) {
+    const Lane lane = lanes[index];
     const int64_t keep = p.keep.ptr<int32_t>()[index];
     KV_CHECK(keep >= 0) << "keep: expected >= 0, got " << keep << " in " << lane.Name();
     KV_CHECK(lane.len - keep <= max_drop) << "drop: expected room for " << lane.len - keep
@@ -62,10 +62,10 @@ void SelectSlotsCpu(const KvCacheView& view, const SelectSlotsParams& p, Stream)
     KV_CHECK(!nan) << "score: expected numbers, got NaN in " << lane.Name();
   }
 
-  ParallelFor(lanes, 8, [&](int64_t begin, int64_t end, int) {
+  ParallelFor(lanes.size(), 8, [&](int64_t begin, int64_t end, int) {
     thread_local std::vector<Entry> entries;  // grows to the longest lane, then stays
     for (int64_t index = begin; index < end; ++index) {
-      const BatchLane lane(view, p.rows, index);
+      const Lane lane = lanes[index];
       const int64_t count = std::max<int64_t>(0, lane.len - p.keep.ptr<int32_t>()[index]);
       p.drop_count.ptr<int32_t>()[index] = static_cast<int32_t>(count);
       if (count == 0) continue;
@@ -73,7 +73,7 @@ void SelectSlotsCpu(const KvCacheView& view, const SelectSlotsParams& p, Stream)
       entries.resize(static_cast<size_t>(lane.len));
       for (int64_t slot = 0; slot < lane.len; ++slot)
         entries[static_cast<size_t>(slot)] = {static_cast<uint64_t>(Ordered(score[slot])) << 32 |
-                                                  static_cast<uint32_t>(lane.Position(view, slot)),
+                                                  static_cast<uint32_t>(lane.Position(slot)),
                                               static_cast<int32_t>(slot)};
       std::nth_element(entries.begin(), entries.begin() + (count - 1), entries.end());
       int32_t* drop = p.drop.ptr<int32_t>() + index * max_drop;

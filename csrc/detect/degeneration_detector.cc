@@ -7,7 +7,6 @@
 namespace kvcore {
 namespace {
 
-constexpr int kMaxWindow = 1 << 20;
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 void CheckRange(const char* field, int value, int low, int high) {
@@ -21,18 +20,18 @@ void DetectorConfig::Validate() const {
   if (entropy) {
     KV_CHECK(std::isfinite(entropy_threshold))
         << "entropy_threshold: expected a finite number of nats, got " << entropy_threshold;
-    CheckRange("entropy_window", entropy_window, 1, kMaxWindow);
-    CheckRange("entropy_guard", entropy_guard, 0, kMaxWindow);
+    CheckRange("entropy_window", entropy_window, 1, kMaxTokens);
+    CheckRange("entropy_guard", entropy_guard, 0, kMaxTokens);
   }
   if (gzip) {
     KV_CHECK(std::isfinite(gzip_threshold) && gzip_threshold > 0)
         << "gzip_threshold: expected a finite ratio above 0, got " << gzip_threshold;
-    CheckRange("gzip_window", gzip_window, 1, kMaxWindow);
+    CheckRange("gzip_window", gzip_window, 1, kMaxGzipWindow);
   }
   if (repetition) {
-    CheckRange("repetition_max_pattern_size", repetition_max_pattern_size, 1, kMaxWindow);
-    CheckRange("repetition_min_count", repetition_min_count, 2, kMaxWindow);
-    CheckRange("repetition_min_tokens", repetition_min_tokens, 0, kMaxWindow);
+    CheckRange("repetition_max_pattern_size", repetition_max_pattern_size, 1, kMaxTokens);
+    CheckRange("repetition_min_count", repetition_min_count, 2, kMaxTokens);
+    CheckRange("repetition_min_tokens", repetition_min_tokens, 0, kMaxTokens);
   }
 }
 

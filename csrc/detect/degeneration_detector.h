@@ -14,6 +14,10 @@
 namespace kvcore {
 
 struct DetectorConfig {
+  // Most that is kept of a candidate; kvcore/config.py says the same, and a test compares.
+  static constexpr int kMaxTokens = 1 << 20;
+  static constexpr int kMaxGzipWindow = 1 << 15;  // bytes: what deflate looks back
+
   // Incoherent text: mean entropy above the threshold.
   bool entropy = true;
   float entropy_threshold = 7.0f;  // nats, of the raw full-vocabulary distribution
@@ -23,8 +27,8 @@ struct DetectorConfig {
   // Repetition loops: gzip ratio below the threshold.
   bool gzip = true;
   double gzip_threshold = 0.18;
-  int gzip_window = 800;  // bytes
-  // Compress at every token instead of skipping ahead; windows above 800 bytes always do.
+  int gzip_window = CompressionWindow::kLargestSkipping;  // bytes
+  // Compress at every token instead of skipping ahead; larger windows always do.
   bool gzip_exact = false;
 
   // Exact loops, beyond the paper. With these values none of 8,678 human solutions to problems of

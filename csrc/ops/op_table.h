@@ -8,6 +8,7 @@
 #include "ops/build_rkv_state.h"
 #include "ops/copy_blocks.h"
 #include "ops/evict_slots.h"
+#include "ops/linear.h"
 #include "ops/sample_tokens.h"
 #include "ops/score_keys.h"
 #include "ops/score_random.h"
@@ -28,6 +29,7 @@ struct OpTable {
   void (*select_slots)(const KvCacheView&, const SelectSlotsParams&, Stream);
   void (*evict_slots)(const KvCacheView&, const EvictSlotsParams&, Stream);
   void (*copy_blocks)(const KvCacheView&, const CopyBlocksParams&, Stream);
+  void (*linear)(const LinearParams&, Stream);
   void (*sample_tokens)(const SampleTokensParams&, Stream);
 };
 

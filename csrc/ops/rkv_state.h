@@ -11,6 +11,8 @@
 
 #include <cstdint>
 
+#include "base/align.h"
+
 namespace kvcore {
 
 // Offsets in bytes from the start of a lane's state; pieces are [capacity] unless noted.
@@ -31,11 +33,11 @@ struct RkvStateLayout {
   int64_t bytes;
 
   constexpr RkvStateLayout(int64_t slots, int64_t window, int64_t head_dim)
-      : capacity((slots + 63) / 64 * 64) {
+      : capacity(AlignUp(slots)) {
     int64_t at = 0;
     const auto take = [&at](int64_t size) {
       const int64_t begin = at;
-      at += (size + 63) / 64 * 64;
+      at += AlignUp(size);
       return begin;
     };
     elected_rank = take(4);

@@ -40,7 +40,8 @@ KvStore::KvStore(const KvCacheView& view, const OpTable* ops)
       undoable_(view.num_rows(), 0),
       last_replaced_(view.num_rows(), 0),
       num_lanes_(view.num_layers() * view.num_kv_heads()) {
-  if (!view_.replace.empty()) decided_.assign(view_.num_rows() * num_lanes_, -1);
+  if (!view_.row_state(kReplace).empty())
+    decided_.assign(view_.num_rows() * num_lanes_, kNoReplace);
   free_rows_.resize(view_.num_rows());
   for (int64_t i = 0; i < view_.num_rows(); ++i) free_rows_[i] = view_.num_rows() - 1 - i;
   row_of_.reserve(view_.num_rows());
@@ -51,9 +52,7 @@ KvStore::KvStore(const KvCacheView& view, const OpTable* ops)
     free_states_.resize(view_.num_states());
     std::iota(free_states_.begin(), free_states_.end(), 0);
   }
-  for (int64_t row = 0; row < view_.num_rows(); ++row) ForgetRow(row);
-  if (!view_.not_finite.empty())
-    std::fill_n(view_.not_finite.ptr<int32_t>(), view_.not_finite.numel(), 0);
+  for (int64_t row = 0; row < view_.num_rows(); ++row) BeginRow(row);
 }
 
 SeqId KvStore::Create() {
@@ -61,7 +60,7 @@ SeqId KvStore::Create() {
     throw OutOfBlocks("Create: all " + std::to_string(view_.num_rows()) + " rows are taken");
   }
   row_of_.emplace(next_seq_, free_rows_.back());
-  ForgetRow(free_rows_.back());  // whatever somebody elected while the row was free
+  BeginRow(free_rows_.back());  // whatever somebody wrote while the row was free
   free_rows_.pop_back();
   return next_seq_++;
 }
@@ -98,30 +97,29 @@ KvStore::ExtendPlan KvStore::PlanExtend(const std::vector<SeqId>& seqs,
         << "counts[" << i << "]: sequence " << seqs[i] << " has " << RowSeqLen(row)
         << " tokens, expected at most " << kMaxLen << " in all, got " << count << " more";
     if (num_lanes_ == 0) continue;
-    const int32_t* lens = &LaneLen(row, 0);
+    const int32_t* lens = &LaneAt(row, 0).len;
     const bool replaces = count == 1 && Replaces(row);
     int64_t longest = 0;  // of the lanes that grow
-    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-      const int32_t slot = replaces ? view_.Replaced(row * num_lanes_ + lane) : -1;
-      if (slot < 0) longest = std::max<int64_t>(longest, lens[lane]);
-      KV_CHECK(slot < lens[lane] || slot < 0)
-          << "replace: expected a slot below lane_len " << lens[lane] << " in row " << row
-          << ", layer " << lane / view_.num_kv_heads() << ", kv head "
-          << lane % view_.num_kv_heads() << ", got " << slot;
+    for (int64_t l = 0; l < num_lanes_; ++l) {
+      const int32_t slot = replaces ? LaneAt(row, l).Replaced() : kNoReplace;
+      if (slot < 0) longest = std::max<int64_t>(longest, lens[l]);
+      KV_CHECK(slot < lens[l] || slot < 0) << "replace: expected a slot below lane_len " << lens[l]
+                                           << " in " << LaneAt(row, l).Name() << ", got " << slot;
     }
     KV_CHECK(count <= lane_capacity - longest)
         << "counts[" << i << "]: a lane of sequence " << seqs[i] << " holds " << longest
         << " slots, expected at most " << lane_capacity << " in all, got " << count << " more";
     if (!replaces) plan.new_blocks[i] = NewBlocks(lens, num_lanes_, static_cast<int32_t>(count));
     if (replaces || open_may_be_shared_[row]) {
-      for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-        const int32_t slot = replaces ? view_.Replaced(row * num_lanes_ + lane) : -1;
-        const int64_t first = slot >= 0 ? slot : lens[lane];  // slot that is written into
-        if (slot < 0 && lens[lane] % kBlockSlots == 0) {
+      for (int64_t l = 0; l < num_lanes_; ++l) {
+        const Lane lane = LaneAt(row, l);
+        const int32_t slot = replaces ? lane.Replaced() : kNoReplace;
+        const int64_t first = slot >= 0 ? slot : lane.len;  // slot that is written into
+        if (slot < 0 && lane.len % kBlockSlots == 0) {
           plan.new_blocks[i] += replaces;
           continue;
         }
-        int32_t* entry = Table(row, lane) + first / kBlockSlots;
+        int32_t* entry = lane.table + first / kBlockSlots;
         if (pool_.ref_count(*entry) > 1) plan.shared.push_back(entry);
       }
     }
@@ -152,20 +150,18 @@ void KvStore::Extend(const std::vector<SeqId>& seqs, const std::vector<int64_t>&
     RowSeqLen(row) += count;
     undoable_[row] += count;
     if (num_lanes_ == 0) continue;
-    int32_t* lens = &LaneLen(row, 0);
     last_replaced_[row] = 0;
     if (count == 1 && Replaces(row)) {
       undoable_[row] = 0;
-      const int32_t* slots = view_.replace.ptr<int32_t>() + row * num_lanes_;
-      std::copy_n(slots, num_lanes_, decided_.begin() + row * num_lanes_);
-      for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-        if (view_.Replaced(row * num_lanes_ + lane) >= 0) {
+      for (int64_t l = 0; l < num_lanes_; ++l) {
+        const Lane lane = LaneAt(row, l);
+        decided_[lane.id] = lane.Replaced();
+        if (lane.Replaced() >= 0) {
           ++last_replaced_[row];
           continue;
         }
-        if (lens[lane] % kBlockSlots == 0)
-          Table(row, lane)[lens[lane] / kBlockSlots] = pool_.Allocate();
-        ++lens[lane];
+        if (lane.len % kBlockSlots == 0) lane.table[lane.len / kBlockSlots] = pool_.Allocate();
+        ++lane.len;
       }
       continue;
     }
@@ -173,13 +169,14 @@ void KvStore::Extend(const std::vector<SeqId>& seqs, const std::vector<int64_t>&
     DecideToAppend(row);
     open_may_be_shared_[row] = 0;
     if (plan.new_blocks[i] > 0) {
-      for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-        int32_t* table = Table(row, lane);
-        const int64_t end = BlocksFor(int64_t{lens[lane]} + count);
-        for (int64_t b = BlocksFor(lens[lane]); b < end; ++b) table[b] = pool_.Allocate();
+      for (int64_t l = 0; l < num_lanes_; ++l) {
+        const Lane lane = LaneAt(row, l);
+        const int64_t end = BlocksFor(int64_t{lane.len} + count);
+        for (int64_t b = BlocksFor(lane.len); b < end; ++b) lane.table[b] = pool_.Allocate();
       }
     }
-    for (int64_t lane = 0; lane < num_lanes_; ++lane) lens[lane] += count;
+    int32_t* lens = &LaneAt(row, 0).len;
+    for (int64_t l = 0; l < num_lanes_; ++l) lens[l] += count;
   }
 }
 
@@ -215,7 +212,7 @@ int64_t KvStore::MaxLaneLen(SeqId seq) const {
   const int64_t row = Row(seq);
   int64_t longest = 0;
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-    longest = std::max<int64_t>(longest, LaneLen(row, lane));
+    longest = std::max<int64_t>(longest, LaneAt(row, lane).len);
   }
   return longest;
 }
@@ -223,23 +220,15 @@ int64_t KvStore::MaxLaneLen(SeqId seq) const {
 int64_t KvStore::TotalSlots(SeqId seq) const {
   const int64_t row = Row(seq);
   int64_t slots = 0;
-  for (int64_t lane = 0; lane < num_lanes_; ++lane) slots += LaneLen(row, lane);
+  for (int64_t lane = 0; lane < num_lanes_; ++lane) slots += LaneAt(row, lane).len;
   return slots;
 }
 
 int64_t KvStore::NumBlocks(SeqId seq) const {
   const int64_t row = Row(seq);
   int64_t blocks = 0;
-  for (int64_t lane = 0; lane < num_lanes_; ++lane) blocks += BlocksFor(LaneLen(row, lane));
+  for (int64_t lane = 0; lane < num_lanes_; ++lane) blocks += BlocksFor(LaneAt(row, lane).len);
   return blocks;
-}
-
-int32_t* KvStore::Table(int64_t row, int64_t lane) const {
-  return view_.block_table.ptr<int32_t>() + (row * num_lanes_ + lane) * view_.max_blocks();
-}
-
-int32_t& KvStore::LaneLen(int64_t row, int64_t lane) const {
-  return view_.lane_len.ptr<int32_t>()[row * num_lanes_ + lane];
 }
 
 int32_t& KvStore::RowSeqLen(int64_t row) const { return view_.seq_len.ptr<int32_t>()[row]; }

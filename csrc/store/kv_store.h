@@ -14,8 +14,7 @@
 #include <vector>
 
 #include "base/stream.h"
-#include "ops/batch.h"
-#include "ops/kv_cache_view.h"
+#include "ops/lane.h"
 #include "ops/op_table.h"
 #include "store/block_pool.h"
 
@@ -55,6 +54,10 @@ class KvStore {
   int64_t Undoable(SeqId seq) const { return undoable_[Row(seq)]; }
   // The next token of every lane is appended, whatever was elected; its states are given back.
   void ForgetReplace(SeqId seq);
+  // Names the slots that the next single token of each lane overwrites: slots i32 [seqs, layers,
+  // kv_heads], below lane_len, or kNoReplace to append. For caches without lane states; with them
+  // attention elects. Throws Error naming row, layer and kv head.
+  void Elect(const std::vector<SeqId>& seqs, const TensorView& slots);
 
   // Gives a state to every lane of seqs that holds at least full[layer, kv_head] slots, i32
   // [layers, kv_heads], and has none. A lane gives it back when its row is released or forgets
@@ -66,9 +69,9 @@ class KvStore {
 
   // Makes `count` copies of `parent` that can be extended and evicted independently. copy = false
   // shares full blocks and copies the open one; copy = true copies all live blocks (for sequences
-  // that evict: compaction rewrites slots in place). With attention_stats blocks are always copied:
-  // every token adds to all of them. What belongs to the row (query ring, replace, not_finite,
-  // lane_state) is copied in both, states of lanes with replace >= 0. Throws OutOfBlocks if blocks,
+  // that evict: compaction rewrites slots in place). With planes blocks are always copied: later
+  // tokens may write to any slot of them. Row states are copied in both, and lane states of lanes
+  // with replace >= 0. Throws OutOfBlocks if blocks,
   // rows or states do not suffice. Source: KV-Rescue, appendix C.
   std::vector<SeqId> Fork(SeqId parent, int64_t count, bool copy, Stream stream = 0);
   int64_t BlocksToFork(SeqId parent, int64_t count, bool copy) const;
@@ -110,8 +113,9 @@ class KvStore {
  private:
   struct ExtendPlan;
 
-  int32_t* Table(int64_t row, int64_t lane) const;  // lane = layer * kv_heads + head
-  int32_t& LaneLen(int64_t row, int64_t lane) const;
+  Lane LaneAt(int64_t row, int64_t lane) const {  // lane = layer * kv_heads + head
+    return {view_, row * num_lanes_ + lane};
+  }
   int32_t& RowSeqLen(int64_t row) const;
 
   std::vector<int32_t> Rows(const std::vector<SeqId>& seqs) const;  // Error if stale or repeated
@@ -126,7 +130,9 @@ class KvStore {
   void CopyBlocks(const std::vector<int32_t>& src, const std::vector<int32_t>& dst,
                   Stream stream) const;
   void CopyRow(const TensorView& tensor, int64_t from_row, int64_t to_row) const;
+  bool CopiesForks(bool copy) const { return copy || view_.planes.begin() != view_.planes.end(); }
   bool Replaces(int64_t row) const;  // a lane has a slot for its next single token to overwrite
+  void BeginRow(int64_t row);        // `replace` and the row states with a start value
   void ForgetRow(int64_t row);       // ForgetReplace of a row
   void ForgetNotFinite(int64_t row, int64_t len) const;  // what was found at positions >= len
   void DecideToAppend(int64_t row);
@@ -134,7 +140,7 @@ class KvStore {
   int32_t TakeState();                                // REQUIRES: one is free
   int64_t NumElectedStates(int64_t row) const;        // of lanes with replace >= 0
   void CopyStates(int64_t from_row, int64_t to_row);  // of lanes with replace >= 0
-  void ShrinkLane(int64_t row, int64_t lane, int64_t len);
+  void ShrinkLane(int64_t row, int64_t lane_id, int64_t len);
   void FreeRow(int64_t row);
 
   KvCacheView view_;
@@ -149,8 +155,8 @@ class KvStore {
   std::vector<uint8_t> open_may_be_shared_;
   std::vector<int32_t> undoable_;       // per row, tokens
   std::vector<int32_t> last_replaced_;  // per row: slots that the last Extend overwrites
-  // Per lane of every row, if the view has `replace`: slot that the last Extend overwrites, -1 when
-  // it has appended.
+  // Per lane of every row, if the view has `replace`: slot that the last Extend overwrites,
+  // kNoReplace when it has appended.
   std::vector<int32_t> decided_;
   SeqId next_seq_ = 0;
   int64_t num_lanes_ = 0;  // lanes of one row

@@ -13,12 +13,12 @@ namespace kvcore {
 // ---- branching
 
 int64_t KvStore::BlocksToFork(SeqId parent, int64_t count, bool copy) const {
-  copy |= !view_.attention_stats.empty();
+  copy = CopiesForks(copy);
   const int64_t row = Row(parent);
   KV_CHECK(count >= 0) << "count: expected >= 0, got " << count;
   int64_t blocks = 0;
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-    const int64_t len = LaneLen(row, lane);
+    const int64_t len = LaneAt(row, lane).len;
     blocks += copy ? BlocksFor(len) : len % kBlockSlots != 0;
   }
   KV_CHECK(blocks == 0 || count <= std::numeric_limits<int64_t>::max() / blocks)
@@ -27,7 +27,7 @@ int64_t KvStore::BlocksToFork(SeqId parent, int64_t count, bool copy) const {
 }
 
 std::vector<SeqId> KvStore::Fork(SeqId parent, int64_t count, bool copy, Stream stream) {
-  copy |= !view_.attention_stats.empty();
+  copy = CopiesForks(copy);
   const int64_t needed = BlocksToFork(parent, count, copy), from = Row(parent);
   if (count > FreeRows()) {
     throw OutOfBlocks("Fork: needs " + std::to_string(count) + " rows, " +
@@ -50,9 +50,10 @@ std::vector<SeqId> KvStore::Fork(SeqId parent, int64_t count, bool copy, Stream 
   std::vector<int32_t> src;
   src.reserve(needed);
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-    const int64_t len = LaneLen(from, lane);
-    for (int64_t b = copy ? 0 : len / kBlockSlots; b < BlocksFor(len); ++b) {
-      src.insert(src.end(), count, Table(from, lane)[b]);
+    const Lane parent_lane = LaneAt(from, lane);
+    for (int64_t b = copy ? 0 : parent_lane.len / kBlockSlots; b < BlocksFor(parent_lane.len);
+         ++b) {
+      src.insert(src.end(), count, parent_lane.table[b]);
     }
   }
   CopyBlocks(src, fresh.ids(), stream);
@@ -70,30 +71,24 @@ std::vector<SeqId> KvStore::Fork(SeqId parent, int64_t count, bool copy, Stream 
       std::copy_n(decided_.begin() + from * num_lanes_, num_lanes_,
                   decided_.begin() + row * num_lanes_);
     }
-    CopyRow(view_.query_ring, from, row);
-    CopyRow(view_.replace, from, row);
-    CopyRow(view_.not_finite, from, row);
-    if (!view_.state_of.empty()) {
-      CopyStates(from, row);
-    } else if (Replaces(from)) {
-      CopyRow(view_.lane_state, from, row);
-    }
+    for (const SideTensor& state : view_.row_states) CopyRow(state.tensor, from, row);
+    if (!view_.state_of.empty()) CopyStates(from, row);
   }
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-    const int32_t len = LaneLen(from, lane);
-    const int32_t* table = Table(from, lane);
+    const int32_t len = LaneAt(from, lane).len;
+    const int32_t* table = LaneAt(from, lane).table;
     const int64_t num_shared = copy ? 0 : len / kBlockSlots;
     for (const SeqId child : children) {
-      const int64_t row = row_of_.find(child)->second;
-      LaneLen(row, lane) = len;
+      const Lane copied = LaneAt(row_of_.find(child)->second, lane);
+      copied.len = len;
       for (int64_t b = 0; b < num_shared; ++b) {
         pool_.Share(table[b]);
-        Table(row, lane)[b] = table[b];
+        copied.table[b] = table[b];
       }
     }
     for (int64_t b = num_shared; b < BlocksFor(len); ++b) {
       for (const SeqId child : children) {
-        Table(row_of_.find(child)->second, lane)[b] = *next_fresh++;
+        LaneAt(row_of_.find(child)->second, lane).table[b] = *next_fresh++;
       }
     }
   }
@@ -156,9 +151,21 @@ void KvStore::CopyRow(const TensorView& tensor, int64_t from_row, int64_t to_row
               row_bytes);
 }
 
+void KvStore::BeginRow(int64_t row) {
+  for (const SideTensor& state : view_.row_states) {
+    if (state.empty() || state.start.empty()) continue;
+    const int64_t bytes = DTypeBytes(state.tensor.dtype), count = state.tensor.stride[0];
+    char* const to = state.tensor.ptr<char>() + row * count * bytes;
+    for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * bytes, state.start.data, bytes);
+  }
+  ForgetRow(row);
+  const TensorView& not_finite = view_.row_state(kNotFiniteAt);
+  if (!not_finite.empty()) not_finite.ptr<int32_t>()[row] = 0;
+}
+
 void KvStore::ForgetNotFinite(int64_t row, int64_t len) const {
-  if (view_.not_finite.empty()) return;
-  int32_t& first = view_.not_finite.ptr<int32_t>()[row];
+  if (view_.row_state(kNotFiniteAt).empty()) return;
+  int32_t& first = view_.row_state(kNotFiniteAt).ptr<int32_t>()[row];
   if (first > len) first = 0;  // 1 + its position
 }
 

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cstring>
 
 #include "base/check.h"
 #include "store/kv_store.h"
@@ -15,14 +16,14 @@ void KvStore::CheckIntegrity() const {
     used[row] = 1;
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
       if (!view_.state_of.empty() && StateOf(row, lane) >= 0) states.push_back(StateOf(row, lane));
-      const int64_t len = LaneLen(row, lane);
+      const int64_t len = LaneAt(row, lane).len;
       KV_ICHECK(len >= 0 && len <= RowSeqLen(row) && BlocksFor(len) <= view_.max_blocks())
           << "lane " << lane << " of sequence " << seq << " has length " << len << " of "
           << RowSeqLen(row) << " tokens and room for " << view_.max_blocks() << " blocks";
       KV_ICHECK(undoable_[row] >= 0 && undoable_[row] <= len)
           << "lane " << lane << " of sequence " << seq << " has length " << len << ", and "
           << undoable_[row] << " tokens can be undone";
-      const int32_t* table = Table(row, lane);
+      const int32_t* table = LaneAt(row, lane).table;
       for (int64_t b = 0; b < BlocksFor(len); ++b) {
         KV_ICHECK(table[b] >= 0 && table[b] < pool_.num_blocks())
             << "lane " << lane << " of sequence " << seq << ": entry " << b << " is " << table[b];
@@ -39,10 +40,19 @@ void KvStore::CheckIntegrity() const {
     used[row] = 1;
     KV_ICHECK(RowSeqLen(row) == 0 && undoable_[row] == 0 && !open_may_be_shared_[row])
         << "free row " << row << " has tokens";
+    for (const SideTensor& state : view_.row_states) {
+      if (state.empty() || state.start.empty()) continue;
+      const int64_t bytes = DTypeBytes(state.tensor.dtype), count = state.tensor.stride[0];
+      const char* at = state.tensor.ptr<char>() + row * count * bytes;
+      for (int64_t i = 0; i < count; ++i) {
+        KV_ICHECK(std::memcmp(at + i * bytes, state.start.data, bytes) == 0)
+            << "free row " << row << " has something in " << state.name;
+      }
+    }
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
       KV_ICHECK(view_.state_of.empty() || StateOf(row, lane) < 0)
           << "free row " << row << " has a state in lane " << lane;
-      KV_ICHECK(LaneLen(row, lane) == 0) << "free row " << row << " has slots in lane " << lane;
+      KV_ICHECK(LaneAt(row, lane).len == 0) << "free row " << row << " has slots in lane " << lane;
     }
   }
   KV_ICHECK(NumSequences() + FreeRows() == view_.num_rows())

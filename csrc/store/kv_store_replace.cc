@@ -10,16 +10,17 @@
 namespace kvcore {
 
 bool KvStore::Replaces(int64_t row) const {
-  if (view_.replace.empty()) return false;
-  const int32_t* slots = view_.replace.ptr<int32_t>() + row * num_lanes_;
+  const TensorView& replace = view_.row_state(kReplace);
+  if (replace.empty()) return false;
+  const int32_t* slots = replace.ptr<int32_t>() + row * num_lanes_;
   return std::any_of(slots, slots + num_lanes_, [](int32_t slot) { return slot >= 0; });
 }
 
 void KvStore::ForgetReplace(SeqId seq) { ForgetRow(Row(seq)); }
 
 void KvStore::ForgetRow(int64_t row) {
-  if (view_.replace.empty()) return;
-  std::fill_n(view_.replace.ptr<int32_t>() + row * num_lanes_, num_lanes_, -1);
+  if (view_.row_state(kReplace).empty()) return;
+  for (int64_t lane = 0; lane < num_lanes_; ++lane) LaneAt(row, lane).SetReplaced(kNoReplace);
   if (view_.state_of.empty()) return;
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
     int32_t& state = StateOf(row, lane);
@@ -30,8 +31,36 @@ void KvStore::ForgetRow(int64_t row) {
   }
 }
 
+void KvStore::Elect(const std::vector<SeqId>& seqs, const TensorView& slots) {
+  KV_CHECK(!view_.row_state(kReplace).empty()) << "replace: the cache overwrites no slots";
+  KV_CHECK(view_.state_of.empty()) << "replace: with lane states attention elects";
+  const std::vector<int32_t> rows = Rows(seqs);
+  Dims dims;
+  dims.Bind("seqs", static_cast<int64_t>(seqs.size()));
+  dims.Bind("layers", view_.num_layers());
+  dims.Bind("kv_heads", view_.num_kv_heads());
+  MatchTensor({"seqs", "layers", "kv_heads"})
+      .DType(DType::kI32)
+      .Contiguous()
+      .Check(slots, "slots", &dims);
+  const auto elected = [&](size_t i, int64_t lane) {
+    return slots.ptr<int32_t>()[static_cast<int64_t>(i) * num_lanes_ + lane];
+  };
+  for (size_t i = 0; i < rows.size(); ++i) {
+    for (int64_t l = 0; l < num_lanes_; ++l) {
+      const Lane lane = LaneAt(rows[i], l);
+      KV_CHECK(elected(i, l) >= kNoReplace && elected(i, l) < lane.len)
+          << "slots: expected a slot below lane_len " << lane.len << ", or " << kNoReplace
+          << " to append, in " << lane.Name() << ", got " << elected(i, l);
+    }
+  }
+  for (size_t i = 0; i < rows.size(); ++i) {
+    for (int64_t l = 0; l < num_lanes_; ++l) LaneAt(rows[i], l).SetReplaced(elected(i, l));
+  }
+}
+
 void KvStore::DecideToAppend(int64_t row) {
-  if (!decided_.empty()) std::fill_n(decided_.begin() + row * num_lanes_, num_lanes_, -1);
+  if (!decided_.empty()) std::fill_n(decided_.begin() + row * num_lanes_, num_lanes_, kNoReplace);
 }
 
 void KvStore::CheckAppend(const RaggedBatch& batch, int64_t layer) const {
@@ -49,11 +78,10 @@ void KvStore::CheckAppend(const RaggedBatch& batch, int64_t layer) const {
     const int64_t row = rows.ptr<int32_t>()[s];
     if (int64_t{cu[s + 1]} - cu[s] != 1 || row < 0 || row >= view_.num_rows()) continue;
     for (int64_t head = 0; head < heads; ++head) {
-      const int64_t lane = view_.LaneId(row, layer, head);
-      KV_CHECK(std::max(view_.Replaced(lane), -1) == std::max(decided_[lane], -1))
-          << "replace: expected " << decided_[lane] << " in row " << row << ", layer " << layer
-          << ", kv head " << head << ", as extend found it (negative: append), got "
-          << view_.Replaced(lane);
+      const Lane lane(view_, row, layer, head);
+      KV_CHECK(std::max(lane.Replaced(), kNoReplace) == std::max(decided_[lane.id], kNoReplace))
+          << "replace: expected " << decided_[lane.id] << " in " << lane.Name()
+          << ", as extend found it (negative: append), got " << lane.Replaced();
     }
   }
 }
@@ -69,7 +97,7 @@ void KvStore::TakeStates(const std::vector<SeqId>& seqs, const TensorView& full)
   MatchTensor({"layers", "kv_heads"}).DType(DType::kI32).Contiguous().Check(full, "full", &dims);
   const int32_t* limits = full.ptr<int32_t>();
   const auto lacks = [&](int64_t row, int64_t lane) {
-    return LaneLen(row, lane) >= limits[lane] && StateOf(row, lane) < 0;
+    return LaneAt(row, lane).len >= limits[lane] && StateOf(row, lane) < 0;
   };
   int64_t needed = 0;
   for (const int64_t row : rows) {
@@ -105,16 +133,16 @@ int64_t KvStore::NumStates(SeqId seq) const {
 int64_t KvStore::NumElectedStates(int64_t row) const {
   int64_t states = 0;
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-    states += StateOf(row, lane) >= 0 && view_.Replaced(row * num_lanes_ + lane) >= 0;
+    states += StateOf(row, lane) >= 0 && LaneAt(row, lane).Replaced() >= 0;
   }
   return states;
 }
 
 void KvStore::CopyStates(int64_t from_row, int64_t to_row) {
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-    if (StateOf(from_row, lane) < 0 || view_.Replaced(from_row * num_lanes_ + lane) < 0) continue;
+    if (StateOf(from_row, lane) < 0 || LaneAt(from_row, lane).Replaced() < 0) continue;
     StateOf(to_row, lane) = TakeState();
-    std::memcpy(view_.State(to_row * num_lanes_ + lane), view_.State(from_row * num_lanes_ + lane),
+    std::memcpy(LaneAt(to_row, lane).State(), LaneAt(from_row, lane).State(),
                 view_.StateLayout().bytes);
   }
 }

@@ -13,16 +13,16 @@ void KvStore::Truncate(SeqId seq, int64_t count) {
   KV_CHECK(count <= RowSeqLen(row))
       << "count: sequence " << seq << " has " << RowSeqLen(row) << " tokens, got " << count;
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-    KV_CHECK(count <= LaneLen(row, lane))
-        << "count: lane " << lane << " of sequence " << seq << " holds " << LaneLen(row, lane)
-        << " slots, got " << count;
+    const int32_t len = LaneAt(row, lane).len;
+    KV_CHECK(count <= len) << "count: lane " << lane << " of sequence " << seq << " holds " << len
+                           << " slots, got " << count;
   }
   KV_CHECK(count <= undoable_[row])
       << "count: sequence " << seq << " has " << undoable_[row]
       << " tokens that were appended since a slot of it was overwritten or dropped, got " << count;
   if (count == 0) return;
   for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-    ShrinkLane(row, lane, LaneLen(row, lane) - count);
+    ShrinkLane(row, lane, LaneAt(row, lane).len - count);
   }
   RowSeqLen(row) -= static_cast<int32_t>(count);
   undoable_[row] -= static_cast<int32_t>(count);
@@ -53,7 +53,7 @@ int64_t KvStore::Evict(const std::vector<SeqId>& seqs, const TensorView& drop,
   for (size_t i = 0; i < seqs.size(); ++i) {
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
       const int64_t list_id = static_cast<int64_t>(i) * num_lanes_ + lane;
-      const int64_t num = counts[list_id], len = LaneLen(rows[i], lane);
+      const int64_t num = counts[list_id], len = LaneAt(rows[i], lane).len;
       KV_CHECK(num >= 0 && num <= std::min(len, max_drop))
           << "drop_count: lane " << lane << " of sequence " << seqs[i] << ": expected 0 to "
           << std::min(len, max_drop) << " (length " << len << ", max_drop " << max_drop << "), got "
@@ -72,7 +72,7 @@ int64_t KvStore::Evict(const std::vector<SeqId>& seqs, const TensorView& drop,
         const int64_t block = slot / kBlockSlots;
         if (slot >= kept || block == previous_block) continue;
         previous_block = block;
-        int32_t* entry = Table(rows[i], lane) + block;
+        int32_t* entry = LaneAt(rows[i], lane).table + block;
         if (pool_.ref_count(*entry) > 1) shared.push_back(entry);
       }
       total += num;
@@ -98,7 +98,7 @@ int64_t KvStore::Evict(const std::vector<SeqId>& seqs, const TensorView& drop,
     const int32_t* mine = counts + static_cast<int64_t>(i) * num_lanes_;
     if (std::all_of(mine, mine + num_lanes_, [](int32_t num) { return num == 0; })) continue;
     for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-      if (mine[lane] > 0) ShrinkLane(rows[i], lane, LaneLen(rows[i], lane) - mine[lane]);
+      if (mine[lane] > 0) ShrinkLane(rows[i], lane, LaneAt(rows[i], lane).len - mine[lane]);
     }
     undoable_[rows[i]] = 0;
     ForgetRow(rows[i]);
@@ -106,12 +106,11 @@ int64_t KvStore::Evict(const std::vector<SeqId>& seqs, const TensorView& drop,
   return total;
 }
 
-void KvStore::ShrinkLane(int64_t row, int64_t lane, int64_t len) {
-  int32_t* table = Table(row, lane);
-  int32_t& lane_len = LaneLen(row, lane);
-  for (int64_t b = BlocksFor(len); b < BlocksFor(lane_len); ++b) pool_.Release(table[b]);
-  lane_len = static_cast<int32_t>(len);
-  if (len % kBlockSlots != 0 && pool_.ref_count(table[len / kBlockSlots]) > 1) {
+void KvStore::ShrinkLane(int64_t row, int64_t lane_id, int64_t len) {
+  const Lane lane = LaneAt(row, lane_id);
+  for (int64_t b = BlocksFor(len); b < BlocksFor(lane.len); ++b) pool_.Release(lane.table[b]);
+  lane.len = static_cast<int32_t>(len);
+  if (len % kBlockSlots != 0 && pool_.ref_count(lane.table[len / kBlockSlots]) > 1) {
     open_may_be_shared_[row] = 1;
   }
 }
@@ -123,8 +122,7 @@ void KvStore::FreeRow(int64_t row) {
   undoable_[row] = 0;
   last_replaced_[row] = 0;
   DecideToAppend(row);
-  ForgetRow(row);
-  ForgetNotFinite(row, 0);
+  BeginRow(row);
   free_rows_.push_back(row);
 }
 

@@ -19,9 +19,10 @@ from kvcore.cli.settings import (
     model_directory,
     one_of,
     output_path,
-    parse_scorer,
+    parse_separators,
     parse_template_args,
     read_questions,
+    scorer_for,
 )
 from kvcore.config import (
     DetectorConfig,
@@ -30,6 +31,7 @@ from kvcore.config import (
     SearchConfig,
 )
 from kvcore.demo import settings as demo_settings
+from kvcore.eval.runs import PRM_READS
 
 _SAMPLING = SamplingParams()
 _DETECTOR = DetectorConfig()
@@ -105,12 +107,23 @@ def solve(
         ),
     ] = None,
     scorer: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="loglik|random|prm:DIR|DIR",
-            help="What chooses among candidate steps; a directory is a process reward model.",
+            metavar="prm:DIR|DIR|loglik|random",
+            help="What chooses among candidate steps. A directory is a process reward model, which "
+            "KV-Rescue takes. loglik, the likelihood under the helper, needs none and is worth "
+            "little: on GSM8K it picked the helper's own text in 117 of 130 steps. Needed unless a "
+            "step has one candidate.",
         ),
-    ] = "loglik",
+    ] = None,
+    prm_read: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(PRM_READS),
+            help="Where a reward model's score is read: at its separator token (default), or at "
+            "the last token of the empty line after the step.",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -141,10 +154,28 @@ def solve(
         ),
     ] = None,
     eviction: EvictionFlags,
-    n: Annotated[int, typer.Option("-n", "--n", help="Base candidates per step.")] = _SEARCH.n,
+    n: Annotated[
+        int | None,
+        typer.Option("-n", "--n", help=f"Base candidates per step (default {_SEARCH.n})."),
+    ] = None,
     n_helper: Annotated[
         int | None,
         typer.Option(help="Helper candidates per step; as many as -n if not given."),
+    ] = None,
+    n_total: Annotated[
+        int | None,
+        typer.Option(
+            help="In place of both: candidates per step in total, half of each model; the base "
+            "model gets the odd one."
+        ),
+    ] = None,
+    separator: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Ends a step; may be repeated. \\n, \\r, \\t, \\xNN and \\\\ are "
+            "understood; an empty line if not given.",
+        ),
     ] = None,
     max_step_tokens: Annotated[
         int, typer.Option(help="Longest step in tokens.")
@@ -209,6 +240,8 @@ def solve(
     """
 
     def check() -> Job:
+        if n is not None and n_total is not None:
+            raise UsageError(f"-n: expected nothing beside --n-total, got {n}")
         with bad_value_is(UsageError):
             sampling = SamplingParams(
                 temperature=temperature, top_p=top_p, top_k=top_k, max_new_tokens=max_step_tokens
@@ -221,8 +254,10 @@ def solve(
                 repetition=repetition,
             )
             search = SearchConfig(
-                n=n,
+                n=_SEARCH.n if n is None else n,
                 n_helper=n_helper,
+                n_total=n_total,
+                separators=parse_separators(separator or ()),
                 sampling=sampling,
                 max_steps=max_steps,
                 max_tokens=max_tokens,
@@ -231,10 +266,11 @@ def solve(
             )
         if n_helper and helper is None:
             raise UsageError(f"--n-helper: expected 0 without --helper, got {n_helper}")
+        candidates = sum(search.candidates(helper=helper is not None))
         return Job(
             base=model_directory(base, "--base"),
             helper=None if helper is None else model_directory(helper, "--helper"),
-            scorer=parse_scorer(scorer),
+            method="best-of-n" if helper is None else "rescue",
             problems=read_questions(question or (), questions),
             eviction=eviction.config(seed=seed),
             search=search,
@@ -245,6 +281,7 @@ def solve(
             threads=at_least(threads, 1, "--threads"),
             trace=output_path(trace, "--trace"),
             json=output_path(json_file, "--json"),
+            scorer=scorer_for(scorer, prm_read, candidates),
         )
 
     def run() -> None:

@@ -32,6 +32,8 @@ FLAGS: Mapping[str, str] = {
     "protect": "--protect",
     "n": "-n",
     "n_helper": "--n-helper",
+    "n_total": "--n-total",
+    "separators": "--separator",
     "temperature": "--temperature",
     "top_p": "--top-p",
     "top_k": "--top-k",

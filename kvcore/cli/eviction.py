@@ -158,16 +158,24 @@ def _defaults_by_cadence(setting: str) -> str:
 
 def _policy_options(taken: set[str]) -> dict[str, _Option]:
     """Flags of the settings that policies have of their own."""
-    options: dict[str, _Option] = {}
+    fields: dict[str, dict[str, dataclasses.Field[Any]]] = {}  # by setting, then by its readers
     for policy in policies().values():
         for name, field in own_settings(policy).items():
-            kind = type(field.default)
-            if name in options or (name == _SHARED and flag_of(name) in taken):
-                continue
-            if kind not in (bool, int, float, str):
-                continue  # for Python alone
-            flag = flag_of(name) if flag_of(name) not in taken else f"--evict-{flag_of(name)[2:]}"
-            help = f"{', '.join(readers(name))}: {field.metadata.get('help', name)}"
-            default = "" if kind is bool else f" (default {field.default})"
-            options[name] = _Option(flag, kind, f"{help}{default}.", default=field.default is True)
+            fields.setdefault(name, {})[policy.name] = field
+    options: dict[str, _Option] = {}
+    for name, read in fields.items():
+        first, flag = next(iter(read.values())), flag_of(name)
+        kind = type(first.default)
+        if (name == _SHARED and flag in taken) or kind not in (bool, int, float, str):
+            continue  # the command's own, or for Python alone
+        default = f" (default {first.default}"
+        default += "".join(
+            f"; {reader} {field.default}"
+            for reader, field in read.items()
+            if field.default != first.default
+        )
+        help = f"{', '.join(read)}: {first.metadata.get('help', name)}"
+        help += "." if kind is bool else f"{default})."
+        flag = f"--evict-{flag[2:]}" if flag in taken else flag
+        options[name] = _Option(flag, kind, help, default=first.default is True)
     return options

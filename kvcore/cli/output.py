@@ -72,6 +72,14 @@ def make_console() -> tuple[Console, SafeOutput]:
     return Console(file=output, highlight=False), output  # type: ignore[arg-type]
 
 
+def quiet_transformers() -> None:
+    """No warnings and no progress bars of transformers; errors reach the user another way."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
 @contextlib.contextmanager
 def one_interrupt() -> Iterator[None]:
     """The first Ctrl-C inside raises KeyboardInterrupt; later ones are ignored until the end.

@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,8 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from kvcore.cli.report import judged
-from kvcore.eval.datasets import Problem
+from kvcore.eval.records import Record
 from kvcore.search.results import (
     ProblemEnded,
     ProblemStarted,
@@ -52,14 +50,25 @@ class _Progress:
 
 
 class Screen:
-    """Shows a search. ``tokens`` returns the tokens generated so far, by all models."""
+    """Shows a search.
+
+    Args:
+        problems: how many.
+        tokens: generated so far, by all models.
+        record: of a problem that has ended.
+    """
 
     def __init__(
-        self, console: Console, problems: Sequence[Problem], tokens: Callable[[], int]
+        self,
+        console: Console,
+        problems: int,
+        tokens: Callable[[], int],
+        record: Callable[[Solution], Record],
     ) -> None:
         self._console = console
         self._problems = problems
         self._tokens = tokens
+        self._record = record
         self._running: dict[int, _Progress] = {}
         self._ended = 0
         self._start = time.monotonic()
@@ -78,12 +87,7 @@ class Screen:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -117,7 +121,7 @@ class Screen:
 
     @property
     def _many(self) -> bool:
-        return len(self._problems) > 1
+        return self._problems > 1
 
     def _name(self, problem: int) -> str:
         return f"question {problem + 1}"
@@ -144,20 +148,20 @@ class Screen:
         if solution.error is not None:
             self.line(f"{prefix}failed: {printable(solution.error)}", "red")
             return
-        outcome = judged(self._problems, solution)
-        solution, answer = outcome.solution, outcome.answer
+        record = self._record(solution)
+        answer = record.answer
         shown = "no answer found" if answer is None else f"answer: {printable(answer)}"
-        if outcome.correct is not None:
-            gold = printable(str(outcome.gold))
-            shown += " (right)" if outcome.correct else f" (wrong, expected {gold})"
-        if solution.finish != "eos":
-            shown += f" (cut off by {solution.finish})"
+        if record.correct is not None:
+            gold = printable(str(record.gold))
+            shown += " (right)" if record.correct else f" (wrong, expected {gold})"
+        if record.finish != "eos":
+            shown += f" (cut off by {record.finish})"
         self.line(f"{prefix}{shown}", "bold green" if answer is not None else "bold red")
 
     def _render(self) -> Group:
         seconds = max(time.monotonic() - self._start, 1e-9)
         tokens = self._tokens()
-        total = f"{self._ended}/{len(self._problems)} done, {tokens} tokens"
+        total = f"{self._ended}/{self._problems} done, {tokens} tokens"
         self._spinner.update(text=f"{total}, {tokens / seconds:.1f} tokens/s, {seconds:.0f} s")
         lines = [Text(_progress_text(p), style="dim") for p in self._running.values()]
         hidden = len(lines) - _MAX_LIVE_LINES

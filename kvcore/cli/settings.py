@@ -4,74 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvcore.cli.errors import Failure, UsageError, bad_value_is
-from kvcore.config import EngineConfig, EvictionConfig, SearchConfig, check_template_args
+from kvcore.config import EngineConfig, SearchConfig, as_separators, check_template_args
 from kvcore.demo import weights
-from kvcore.eval.datasets import Problem, load_problems
+from kvcore.eval import Problem, Run, ScorerSpec, load_problems
+from kvcore.eval.runs import PRM_READS, PrmRead
 from kvcore.models.sources import UnreachableModel, is_hub_id, resolve
 
 
-@dataclass(frozen=True)
-class Scorer:
-    """``kind`` is "loglik", "random" or "prm"; ``path`` is the PRM's directory, else None."""
-
-    kind: str
-    path: Path | None = None
-
-    def __str__(self) -> str:
-        return self.kind if self.path is None else f"{self.kind}:{self.path}"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of ``kvcore solve``.
+@dataclass(frozen=True, kw_only=True)
+class Job(Run):
+    """One run of ``kvcore solve``, and where its results go.
 
     Attributes:
-        engine: size of each engine; ``context_len`` is where a solution ends, and engines get what
-            their models may have to read on the way there.
-        system_prompt: None takes the search's own.
-        template_args: keywords of every chat template.
-        dtype: None takes each checkpoint's.
         threads: of torch and of kvcore's kernels; None leaves both alone.
     """
 
-    base: Path
-    helper: Path | None
-    scorer: Scorer
-    problems: tuple[Problem, ...]
-    eviction: EvictionConfig
-    search: SearchConfig
-    engine: EngineConfig
-    system_prompt: str | None
-    template_args: Mapping[str, Any]
-    dtype: str | None
-    threads: int | None
-    trace: Path | None
-    json: Path | None
-
-    @property
-    def questions(self) -> tuple[str, ...]:
-        return tuple(problem.question for problem in self.problems)
+    threads: int | None = None
+    trace: Path | None = None
+    json: Path | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The settings that decide the result, for a trace's header."""
-        return {
-            "base": str(self.base),
-            "helper": None if self.helper is None else str(self.helper),
-            "scorer": str(self.scorer),
-            "questions": list(self.questions),
-            "system_prompt": self.system_prompt,
-            "template_args": dict(self.template_args),
-            "dtype": self.dtype,
-            "eviction": self.eviction.as_dict(),
-            "search": self.search.to_json(),
-            "engine": dataclasses.asdict(self.engine),
-        }
+        engine = dataclasses.asdict(self.engine)
+        return {**super().as_json(), "questions": list(self.questions), "engine": engine}
 
 
 def model_directory(path: Path, flag: str) -> Path:
@@ -105,20 +67,75 @@ def _demo_directory(name: str, flag: str) -> Path:
         raise UsageError(f"{flag}: {error}") from error
 
 
-def parse_scorer(text: str) -> Scorer:
+def parse_scorer(text: str) -> ScorerSpec:
     """``loglik``, ``random``, ``prm:DIR``, ``demo:prm``, or a process reward model's directory."""
     if text in ("loglik", "random"):
-        return Scorer(text)
+        return ScorerSpec(text)
     kind, separator, path = text.partition(":")
     if separator and kind == "demo":
-        return Scorer("prm", model_directory(Path(text), "--scorer"))
+        return ScorerSpec("prm", model_directory(Path(text), "--scorer"))
     if separator and kind == "prm":
-        return Scorer("prm", model_directory(Path(path), "--scorer"))
+        return ScorerSpec("prm", model_directory(Path(path), "--scorer"))
     if not Path(text).exists() and not is_hub_id(text):
         raise UsageError(
             f"--scorer: expected loglik, random, prm:DIR or a model directory, got {text!r}"
         )
-    return Scorer("prm", model_directory(Path(text), "--scorer"))
+    return ScorerSpec("prm", model_directory(Path(text), "--scorer"))
+
+
+def scorer_for(text: str | None, read: str | None, candidates: int) -> ScorerSpec | None:
+    """What chooses among the ``candidates`` of a step; None if there is no choice to make.
+
+    Args:
+        text: of ``--scorer``.
+        read: of ``--prm-read``; None takes the default.
+    """
+    one_of(read, PRM_READS, "--prm-read")
+    scorer = None if text is None else parse_scorer(text)
+    if read is not None and (scorer is None or scorer.kind != "prm"):
+        raise UsageError(
+            f"--prm-read: expected only with a process reward model, got --scorer {scorer}"
+        )
+    if scorer is None and candidates > 1:
+        raise UsageError(
+            f"--scorer: expected what chooses among the {candidates} candidates of a step: prm:DIR "
+            "(a process reward model, as in the paper), loglik (likelihood under the helper, which "
+            "is a weak judge) or random, got none"
+        )
+    return scorer if scorer is None or read is None else replace(scorer, read=cast(PrmRead, read))
+
+
+_ESCAPES = {"n": b"\n", "r": b"\r", "t": b"\t", "\\": b"\\"}
+_ESCAPE = re.compile(r"\\(?:([nrt\\])|x([0-9a-fA-F]{2})|(.?))", re.DOTALL)
+
+
+def parse_separators(texts: Sequence[str]) -> tuple[bytes, ...]:
+    """Bytes of ``--separator`` texts; none is the default. Understands ``\\n``, ``\\r``, ``\\t``,
+    ``\\\\`` and ``\\xNN``.
+    """
+    if not texts:
+        return SearchConfig().separators
+    found = []
+    for text in texts:
+        data, at = b"", 0
+        for escape in _ESCAPE.finditer(text):
+            simple, byte, other = escape.groups()
+            if other is not None:
+                raise UsageError(
+                    "--separator: expected \\n, \\r, \\t, \\xNN or \\\\ after a backslash, "
+                    f"got {text!r}"
+                )
+            data += _utf8(text[at : escape.start()])
+            data += _ESCAPES[simple] if simple else bytes.fromhex(byte)
+            at = escape.end()
+        found.append(data + _utf8(text[at:]))
+    with bad_value_is(UsageError):
+        return as_separators(found)
+
+
+def _utf8(text: str) -> bytes:
+    """The bytes that stood on the command line, also where they are no UTF-8."""
+    return text.encode("utf-8", errors="surrogateescape")
 
 
 def read_questions(questions: Sequence[str], file: Path | None) -> tuple[Problem, ...]:

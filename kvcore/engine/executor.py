@@ -164,7 +164,9 @@ class Executor:
         jobs = [entry.seq.generating for entry, _ in ready if entry.seq.generating is not None]
         logits = torch.cat([output for _, output in ready])
         # Something that the last layers have hidden: there is nothing to draw from.
-        logits[[entry.not_finite > 0 for entry, _ in ready]] = torch.nan
+        hidden = [entry.not_finite > 0 for entry, _ in ready]
+        if any(hidden):  # writing through a mask passes over all logits
+            logits[hidden] = torch.nan
         drawn = self._generator.draw(jobs, logits, [entry.seq.tokens for entry, _ in ready])
         columns = (drawn.token.tolist(), drawn.logprob.tolist(), drawn.entropy.tolist())
         top = top_logprobs(logits, [job.spec.top_logprobs for job in jobs], self._vocab)

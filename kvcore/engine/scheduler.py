@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvcore.cache import KVCache
 from kvcore.engine.sequence import Sequence
-from kvcore.ops import BLOCK_SLOTS
+from kvcore.ops import blocks_for
 from kvcore.policies import Evictor
 
 
@@ -161,7 +161,7 @@ class Scheduler:
         """
         assert seq.handle is not None
         slots = self._evictor.most_slots(seq.known_end, seq.prompt_len, seq.longest_known_piece)
-        wanted = self._lanes * (-(-slots // BLOCK_SLOTS) + 1)
+        wanted = self._lanes * (blocks_for(slots) + 1)
         wanted -= self._store.num_blocks(seq.handle)
         return max(0, wanted - self._store.free_blocks())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcore.cache import CacheShape, KVCache
 from kvcore.config import EngineConfig
 from kvcore.models.loader import LoadedModel
-from kvcore.ops import BLOCK_SLOTS
+from kvcore.ops import blocks_for
 from kvcore.policies import Policy
 from kvcore.policies.evictor import CachePlan, plan_cache
 
@@ -25,7 +25,7 @@ def make_cache(
     state_bytes = plan.state_bytes
     blocks = config.kv_blocks or min(
         _blocks_within(config.kv_bytes, shape, plan, most_states),
-        most_states * (-(-context_len // BLOCK_SLOTS)),
+        most_states * blocks_for(context_len),
     )
     if state_bytes and config.kv_blocks is None:
         least = plan.full_blocks

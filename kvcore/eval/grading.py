@@ -12,9 +12,13 @@ import os
 import subprocess
 import sys
 import threading
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcore.eval.extract import extract_answer
 from kvcore.eval.quantity import Quantity, parse_quantity, plain
+
+if TYPE_CHECKING:
+    from kvcore.eval.datasets import Problem
 
 # math-verify on longer strings costs seconds, and no benchmark has an answer near this long.
 MAX_ANSWER_CHARS = 1000
@@ -140,3 +144,18 @@ def is_correct(text: str, gold: str) -> bool:
     """Whether the answer that ``extract_answer`` finds in ``text`` equals ``gold``."""
     answer = extract_answer(text)
     return answer is not None and answers_equal(answer, gold)
+
+
+class Grade(NamedTuple):
+    """What a text came to: the answer in it, and whether it is right (None: nobody can say)."""
+
+    answer: str | None
+    correct: bool | None
+
+
+def grade_answer(problem: Problem, text: str) -> Grade:
+    """The answer that ``extract_answer`` finds, against the problem's gold answer if it has one."""
+    answer = extract_answer(text)
+    if not problem.gold:
+        return Grade(answer, None)
+    return Grade(answer, answer is not None and answers_equal(answer, problem.gold))

@@ -56,18 +56,29 @@ def kv_attention(
     Returns:
         ([1, tokens, q_heads, head_dim], None).
     """
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return attend_cached(layer, q, k, v, scaling, kv_batch)[None], None
+
+
+def attend_cached(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    kv_batch: AttentionContext | None,
+) -> Tensor:
+    """The same on [tokens, heads, head_dim]; returns [tokens, q_heads, head_dim].
+
+    Raises:
+        ValueError: there is no cache to attend over.
+    """
     if kv_batch is None:
         raise ValueError("kv_batch: a model bound to kvcore runs only through kvcore.Engine")
-    out = kv_batch.cache.update_and_attend(
-        module.layer_idx,  # type: ignore[arg-type]
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        kv_batch.batch,
-        scaling,
-    )
+    out = kv_batch.cache.update_and_attend(layer, query, key, value, kv_batch.batch, scaling)
     kv_batch.layers += 1
-    return out[None], None
+    return out
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvcore.models.checkpoint import (
     read_config,
     stored_tensors,
 )
+from kvcore.models.fusion import fuse_layers
 from kvcore.models.own_sampling import own_sampling
 from kvcore.models.prepack import prepack_linears
 from kvcore.models.sources import name_of, resolve
@@ -51,7 +52,8 @@ class LoadedModel:
         token_bytes: bytes of each id; None without a tokenizer.
         context_len: tokens that the model was made for.
         has_head: True for a token-head model (PRM), which scores and does not generate.
-        prepacked: linear weights are in oneDNN's packed layout.
+        prepacked: some of its linear layers have packed weights.
+        fused: how many attentions and MLPs compute their products together (``fusion``).
     """
 
     name: str
@@ -65,6 +67,7 @@ class LoadedModel:
     context_len: int
     has_head: bool = False
     prepacked: bool = False
+    fused: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def sampling(self) -> SamplingParams | None:
@@ -93,9 +96,12 @@ def bind_model(
     *,
     name: str = "model",
     prepack: bool = True,
+    fuse: bool = True,
     has_head: bool = False,
 ) -> LoadedModel:
     """Bind a transformers decoder that is already in memory. Modifies ``model``.
+
+    Without ``prepack`` nothing is fused either, since fused products have packed weights.
 
     Raises:
         UnsupportedModel: it would decode wrongly here.
@@ -108,7 +114,8 @@ def bind_model(
     register_attention()
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
     model.eval().requires_grad_(False)
-    prepacked = prepack and prepack_linears(model) > 0
+    fused = fuse_layers(model) if prepack and fuse else {}
+    prepacked = prepack and prepack_linears(model) + sum(fused.values()) > 0
     rows = config.vocab_size
     pieces = [b""] * rows if tokenizer is None else token_byte_list(tokenizer)[:rows]
     generation = getattr(model, "generation_config", None)
@@ -127,6 +134,7 @@ def bind_model(
         context_len=config.max_position_embeddings,
         has_head=has_head,
         prepacked=prepacked,
+        fused=fused,
     )
 
 
@@ -184,6 +192,7 @@ def load_model(
     dtype: str | torch.dtype | None = None,
     device: str = "cpu",
     prepack: bool = True,
+    fuse: bool = True,
     argument: str = "base",
 ) -> LoadedModel:
     """Load a Qwen2, Qwen3 or Llama checkpoint.
@@ -193,8 +202,10 @@ def load_model(
             which is downloaded once.
         dtype: "float32", "bfloat16" or "float16"; None or "auto" takes the checkpoint's.
         device: only "cpu" in this version.
-        prepack: keep linear weights in oneDNN's packed layout, where that is faster (large
-            weights in float32; all in bfloat16 if the CPU has instructions for it).
+        prepack: keep linear weights in a packed layout, where that is faster (large weights in
+            float32; all in bfloat16 if the CPU has instructions for it).
+        fuse: compute q, k and v, and gate and up, in one packed product each, where that is
+            possible. Results differ by rounding.
         argument: name used in error messages.
     Raises:
         ValueError: no such directory, a hub model that cannot be had (``UnreachableModel``; the
@@ -229,7 +240,7 @@ def load_model(
         _check_tie(model)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{argument}: {str(path)!r} is refused: {error}") from None
-    return bind_model(model, tokenizer, name=name_of(folder), prepack=prepack)
+    return bind_model(model, tokenizer, name=name_of(folder), prepack=prepack, fuse=fuse)
 
 
 def _check_tie(model: Any) -> None:
@@ -253,6 +264,7 @@ def load_prm(
     dtype: str | torch.dtype | None = None,
     device: str = "cpu",
     prepack: bool = True,
+    fuse: bool = True,
     argument: str = "scorer",
 ) -> LoadedModel:
     """Load a process reward model of the Qwen2.5-Math-PRM family natively (no remote code).
@@ -270,4 +282,6 @@ def load_prm(
         raise UnsupportedModel(f"{argument}: {str(path)!r} is refused: {error}") from None
     except Exception as error:
         raise ValueError(f"{argument}: cannot load weights from {str(path)!r}: {error}") from error
-    return bind_model(model, tokenizer, name=name_of(folder), prepack=prepack, has_head=True)
+    return bind_model(
+        model, tokenizer, name=name_of(folder), prepack=prepack, fuse=fuse, has_head=True
+    )

@@ -17,7 +17,7 @@ from kvcore.checks import INT32_MAX, require, require_bool, require_int, require
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcore.cache import CacheShape, KVCache
+    from kvcore.cache import CacheShape, KVCache, Plane
     from kvcore.policies.settings import EvictionConfig
 
 
@@ -79,11 +79,13 @@ class Needs:
             has not seen all of the entries that it would score.
         attention: what every slot adds up of the attention that it gets (``KVCache``).
         fused: the score, if attention can keep it; a cadence that cannot use it scores directly.
+        planes: numbers of its own that the cache keeps of every slot.
     """
 
     window: int = 0
     attention: Literal["sum", "per_head"] | None = None
     fused: FusedRKV | None = None
+    planes: tuple[Plane, ...] = ()
 
 
 class Policy(ABC):

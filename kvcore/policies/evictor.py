@@ -52,6 +52,7 @@ class CachePlan:
             max_len=max_len,
             window=self.needs.window,
             accumulates=self.needs.attention,
+            planes=self.needs.planes,
             replaces=self.replaces,
             observe=self.observe,
             state_slots=self.state_slots,
@@ -73,8 +74,8 @@ def plan_cache(policy: Policy | None, shape: CacheShape, context_len: int) -> Ca
     if not _cadence(config).overwrites or min(limits) > context_len:  # never full
         return CachePlan(needs)
     longest = [min(limit, context_len) for limit in limits]
-    lane_blocks = -(-min(limits) // ops.BLOCK_SLOTS)
-    full_blocks = shape.kv_heads * sum(-(-slots // ops.BLOCK_SLOTS) for slots in longest)
+    lane_blocks = ops.blocks_for(min(limits))
+    full_blocks = shape.kv_heads * sum(ops.blocks_for(slots) for slots in longest)
     fused = needs.fused
     if fused is None or config.scope != "lane" or config.protect_prompt:
         return CachePlan(needs, True, lane_blocks=lane_blocks, full_blocks=full_blocks)
@@ -167,7 +168,7 @@ class Evictor:
         """Undo the newest ``count`` tokens, which were fed and not settled. False, with nothing
         changed, if they have overwritten, evicted or added to what was there.
         """
-        if self.cache.stats_plane is not None or self.cache.store.undoable(handle) < count:
+        if self.cache.planes or self.cache.store.undoable(handle) < count:
             return False
         self.cache.store.truncate(handle, count)
         return True
@@ -203,7 +204,8 @@ class Evictor:
         if chosen:
             due, prompts = [handles[i] for i in chosen], [prompt_lens[i] for i in chosen]
             slots, found = lowest(self.policy, self.cache, due, prompts, besides=1)
-            self.cache.replace[rows[chosen]] = torch.where(found > 0, slots[..., 0], -1)
+            elected = torch.where(found > 0, slots[..., 0], _C.NO_REPLACE)
+            self.cache.set_replace(due, elected.int())
         return dropped
 
     def _build_missing(
@@ -219,11 +221,11 @@ class Evictor:
         """
         cache = self.cache
         assert cache.replace is not None and cache.observe is not None
-        missing = _any_lane(full & (cache.replace[rows] == -1))
+        missing = _any_lane(full & (cache.replace[rows] == _C.NO_REPLACE))
         if missing:
             cache.store.take_states([handles[i] for i in missing], limit)
             ops.build_rkv_state(cache.store, rows[missing].int(), limit, cache.observe, cache.scale)
-        bad = (cache.replace[rows] == -2).nonzero()
+        bad = (cache.replace[rows] == _C.NOT_FINITE).nonzero()
         if len(bad):
             i, layer, head = bad[0].tolist()
             raise ValueError(
@@ -241,6 +243,7 @@ class Evictor:
             f"window={needs.window}": cache.window == needs.window,
             f"accumulates={needs.attention!r}": stats == wanted[needs.attention],
             f"replaces={exchanges}": not exchanges or cache.replace is not None,
+            f"planes={needs.planes}": all(p.name in cache.planes for p in needs.planes),
         }
         for keyword, is_so in expected.items():
             require(is_so, "cache", f"one with {keyword} for {self.config!r}", "another")

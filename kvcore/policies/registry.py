@@ -125,8 +125,12 @@ def _plugins() -> tuple[dict[str, type[Policy]], tuple[PluginFailure, ...]]:
         sources.setdefault(point.name, []).append(_source(point))
     for point in points:
         others = [source for source in sources[point.name] if source != _source(point)]
-        loaded: type[Policy] | str = f"the name is also that of {', '.join(others)}"
-        if not others and point.name != FULL:
+        loaded: type[Policy] | str
+        if point.name == FULL:
+            loaded = f"name: expected another, {FULL!r} evicts nothing"
+        elif others:
+            loaded = f"name: expected another, this is also that of {', '.join(others)}"
+        else:
             loaded = _load(point)
         if isinstance(loaded, str):
             failed.append(PluginFailure(point.name, _source(point), loaded))
@@ -152,8 +156,9 @@ def _load(point: importlib.metadata.EntryPoint) -> type[Policy] | str:
     if not _is_policy(loaded):
         return f"expected a subclass of kvcore.policies.Policy with a score, got {loaded!r}"
     policy: type[Policy] = loaded
-    if getattr(policy, "name", None) != point.name:
-        return f"name: expected {point.name!r}, as its entry point says, got {policy.name!r}"
+    name = getattr(policy, "name", None)
+    if name != point.name:
+        return f"name: expected {point.name!r}, as its entry point says, got {name!r}"
     kind = policy.settings_type
     if not (dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         return f"settings_type: expected a frozen dataclass, got {kind!r}"

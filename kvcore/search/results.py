@@ -167,7 +167,9 @@ class TraceEvent(_Json):
 
 @dataclass(frozen=True)
 class Warned(TraceEvent):
-    """What the user should know: before any problem starts, or why one ends early."""
+    """What the user should know. May come at any time: before the first problem, while others are
+    solved (why one ends early), and after the last (eviction never fired).
+    """
 
     event: ClassVar[str] = "warning"
     message: str

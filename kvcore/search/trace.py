@@ -7,15 +7,13 @@ fields it does not know; a change that would break such a reader raises ``SCHEMA
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
+
+from kvcore.files import ByteFile, LineFile, finite
 
 SCHEMA = 1
 
@@ -26,24 +24,6 @@ class TraceError(OSError):
     def __init__(self, name: str, reason: str, events: int) -> None:
         super().__init__(f"trace {name}: {reason}; the first {events} lines are kept")
         self.events = events
-
-
-class ByteFile(Protocol):
-    """What a trace is written to. ``write`` may take only a part and says how much."""
-
-    def write(self, data: bytes, /) -> int | None: ...
-    def close(self) -> None: ...
-
-
-def finite(value: Any) -> Any:
-    """``value`` as JSON can hold it: NaN and infinities become None, at any depth. Copies."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(v) for v in value]
-    return value
 
 
 class TraceWriter:
@@ -62,18 +42,16 @@ class TraceWriter:
         self, target: str | Path | ByteFile, *, settings: Mapping[str, Any], version: str
     ) -> None:
         self.lines = 0
-        self._bytes = 0
-        self._file: ByteFile | None = None
         if isinstance(target, (str, Path)):
             self.name = str(target)
             try:
                 # Unbuffered: a buffer would lose whole events when the process dies.
-                self._file = open(target, "wb", buffering=0)  # noqa: SIM115
+                self._file = LineFile(open(target, "wb", buffering=0))  # noqa: SIM115
             except OSError as error:
                 raise TraceError(self.name, error.strerror or str(error), 0) from error
         else:
             self.name = str(getattr(target, "name", "file"))
-            self._file = target
+            self._file = LineFile(target)
         self.write(
             {"event": "trace", "schema": SCHEMA, "kvcore": version, "settings": dict(settings)}
         )
@@ -83,49 +61,23 @@ class TraceWriter:
         if not isinstance(event.get("event"), str):
             raise ValueError(f"event: expected a mapping with a string 'event', got {event!r}")
         line = json.dumps(finite(event), ensure_ascii=False, separators=(",", ":"))
-        # A lone surrogate has no UTF-8 form; JSON readers take the replacement character instead.
-        data = line.encode("utf-8", errors="replace") + b"\n"
-        if self._file is None:
-            raise TraceError(self.name, "already closed", self.lines)
-        try:
-            rest = data
-            while rest:
-                taken = self._file.write(rest)
-                if not taken:
-                    raise OSError(errno.EAGAIN, "it takes no more data")
-                rest = rest[taken:]
-        except OSError as error:
-            self._drop_partial_line()
-            raise TraceError(self.name, error.strerror or str(error), self.lines) from error
+        self._told(lambda: self._file.append(line))
         self.lines += 1
-        self._bytes += len(data)
 
     def close(self) -> None:
         """Closes the file; does nothing the second time."""
-        file, self._file = self._file, None
-        if file is not None:
-            try:
-                file.close()
-            except OSError as error:
-                reason = error.strerror or str(error)
-                raise TraceError(self.name, reason, self.lines) from error
+        self._told(self._file.close)
 
-    def _drop_partial_line(self) -> None:
-        truncate = getattr(self._file, "truncate", None)
-        if truncate is not None:
-            # A pipe or a device cannot be cut: readers skip an unfinished last line.
-            with contextlib.suppress(OSError):
-                truncate(self._bytes)
+    def _told(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            raise TraceError(self.name, error.strerror or str(error), self.lines) from error
 
     def __enter__(self) -> TraceWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +16,11 @@ from kvcore.cli import solve as solve_module
 from kvcore.cli.app import app
 from kvcore.cli.settings import Job
 from kvcore.engine.events import EngineStats
+from kvcore.eval import solving as solving_module
+from kvcore.search import Prompt
 from kvcore.search.results import (
     Aborted,
+    CandidateCount,
     KvBytes,
     ProblemEnded,
     ProblemStarted,
@@ -46,8 +49,10 @@ SOLUTION = Solution(
     evictions=100,
     kv_bytes=KvBytes(peak=2048, full=8192),
     seconds=1.5,
+    candidates=CandidateCount(base=40, helper=20),
 )
 RESULT_KEYS = {
+    "version": None,
     "id": None,
     "question": None,
     "answer": None,
@@ -62,11 +67,17 @@ RESULT_KEYS = {
     "kv_bytes": {"peak", "full"},
     "evictions": None,
     "seconds": None,
+    "candidates": {"base", "helper"},
+    "fed": {"base", "helper", "scorer"},
 }
 
 
-def run(*args: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+def run(*args: str | Path, scorer: str | None = "random") -> Result:
+    """One command. ``solve`` gets ``scorer``, unless it is None or ``args`` have a later one."""
+    given = [str(arg) for arg in args]
+    if given[:1] == ["solve"] and scorer is not None:
+        given[1:1] = ["--scorer", scorer]
+    return CliRunner().invoke(app, given)
 
 
 def make_model_dir(parent: Path) -> Path:
@@ -82,10 +93,10 @@ class FakeSearch:
 
     script: Callable[[FakeSearch], None] = staticmethod(lambda search: None)
 
-    def __init__(self, base: Any, questions: tuple[str, ...], **options: Any) -> None:
+    def __init__(self, base: Any, prompts: Sequence[Prompt], **options: Any) -> None:
         self.options = options
         self.emit = options["on_event"]
-        self.questions = questions
+        self.questions = [prompt.question for prompt in prompts]
         self.solutions: list[Solution] = []
         base.stats.generated_tokens = 30
 
@@ -131,10 +142,10 @@ def install_fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSearch]:
 
     def load(job: Job, console: Console) -> Any:
         engine = SimpleNamespace(stats=EngineStats())
-        return SimpleNamespace(base=engine, helper=None, scorer=None)
+        return SimpleNamespace(solver=engine, helper=None, scorer=None, generated_tokens=30)
 
     monkeypatch.setattr(solve_module, "_load", load)
-    monkeypatch.setattr(solve_module, "Search", Fake)
+    monkeypatch.setattr(solving_module, "Search", Fake)
     return Fake
 
 

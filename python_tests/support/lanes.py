@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kvcore.native import _C
 
-BLOCK_SLOTS = 16
+BLOCK_SLOTS = _C.BLOCK_SLOTS
 HUGE_ID = 2**30
 
 

@@ -187,7 +187,7 @@ KV_INLINE int32_t Elect(const RkvLane& a) {
   const int64_t past = a.len - a.protect, half = a.kernel / 2, n = a.capacity + 64;
   for (int64_t t = 0; t < a.num_queries; ++t)
     if (!(a.weight_sum[t] > kVanished))
-      return a.weight_sum[t] == a.weight_sum[t] ? kNotElected : kNotFinite;
+      return a.weight_sum[t] == a.weight_sum[t] ? kNoReplace : kNotFinite;
   float *importance = a.scratch, *redundancy = importance + n;
   float *by_rank = redundancy + n, *score = by_rank + n;  // of the past, by age
   MeanWeights(a, importance);

@@ -11,7 +11,6 @@ from transformers import AutoConfig, PretrainedConfig
 
 from kvcore.demo.task import Difficulty
 from kvcore.demo.train.labels import Labelled
-from kvcore.demo.train.loop import WARM_UP
 from kvcore.demo.train.metrics import (
     calibration_problems,
     label_shares,
@@ -21,6 +20,7 @@ from kvcore.demo.train.metrics import (
 from kvcore.demo.train.plan import Plan
 from kvcore.demo.train.reward import RewardMetrics
 from kvcore.files import write_whole
+from kvcore.train.loop import WARM_UP
 
 CARD = "README.md"
 MODELS = ("base", "helper", "prm")

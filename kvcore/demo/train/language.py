@@ -11,8 +11,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from kvcore.demo.train.curriculum import IGNORED, Stage, draw_batch
 from kvcore.demo.train.grow import grow_trunk
-from kvcore.demo.train.loop import Report, Schedule, train
 from kvcore.demo.vocabulary import EOS, PAD, make_tokenizer, pieces, token_id
+from kvcore.train.loop import Report, Schedule, train
 
 _CONTEXT = 1024
 _ROWS = 96  # of the embedding: the vocabulary, filled up
@@ -84,6 +84,14 @@ def train_language_model(recipe: Recipe, out: Path, report: Report) -> None:
         )
 
     state = out / "state" / f"{recipe.name}.safetensors"
-    train(model, loss, recipe.schedule, state=state, recipe=repr(recipe), report=report)
+    train(
+        model,
+        loss,
+        recipe.schedule,
+        state=state,
+        recipe=repr(recipe),
+        report=report,
+        argument="out",
+    )
     model.bfloat16().save_pretrained(out / recipe.name)
     make_tokenizer().save_pretrained(out / recipe.name)

@@ -13,16 +13,16 @@ import transformers
 
 from kvcore.config import EvictionConfig
 from kvcore.demo.settings import eviction_config
-from kvcore.demo.train.bars import Bars
 from kvcore.demo.train.card import MODELS, write_card
 from kvcore.demo.train.labels import Labelled, read_labels, sample_labels, write_labels
 from kvcore.demo.train.language import Recipe, train_language_model
-from kvcore.demo.train.loop import Report
 from kvcore.demo.train.plan import Plan
 from kvcore.demo.train.reward import train_reward_model
 from kvcore.demo.weights import write_manifest
 from kvcore.models import load_model
 from kvcore.native import set_threads
+from kvcore.train.bars import Bars
+from kvcore.train.loop import Report
 
 
 def _quieten(threads: int) -> None:

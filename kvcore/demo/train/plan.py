@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from kvcore.demo.task import Difficulty
 from kvcore.demo.train.curriculum import Stage
 from kvcore.demo.train.language import Recipe
-from kvcore.demo.train.loop import Schedule
+from kvcore.train.loop import Schedule
 
 TARGET = Difficulty()
 # Look-ups come first and on small ledgers: nothing else is learned before they are.

@@ -27,10 +27,10 @@ from kvcore.demo.task import Difficulty, parse_problem
 from kvcore.demo.train.curriculum import IGNORED, Example, pad
 from kvcore.demo.train.grow import grow_trunk
 from kvcore.demo.train.labels import Labelled
-from kvcore.demo.train.loop import Report, Schedule, train
 from kvcore.demo.train.mistakes import judged_solution, judging_drill, spoiled_solution
 from kvcore.demo.vocabulary import SEPARATOR, make_tokenizer, token_id
 from kvcore.models.token_head import PRM_ARCHITECTURE, TokenHeadModel
+from kvcore.train.loop import Report, Schedule, train
 
 _NEW_LAYERS = 3
 _HELD_OUT = 20
@@ -187,7 +187,7 @@ def train_reward_model(
 
     recipe = f"prm {schedule} {drilled=} {tokens=} {seed=} solutions={len(labelled)}"
     state = out / "state" / "prm.safetensors"
-    train(model, loss, schedule, state=state, recipe=recipe, report=report)
+    train(model, loss, schedule, state=state, recipe=recipe, report=report, argument="out")
     save_reward_model(model, out / "prm")
     return measure(model, LabelledBatches(labelled[::_HELD_OUT], tokens, seed))
 

@@ -8,7 +8,7 @@
 // found theirs; most keys are similar to a recent one, so most pairs are. Bound by FMAs when few
 // are. Double where it is cheap: norms, m, column means and sums.
 #include "cpu/kernels/vec_wide.h"
-#include "cpu/score_kernels.h"
+#include "cpu/score_rkv_kernels.h"
 #include "ops/kv_layout.h"
 
 namespace kvcore {
@@ -27,41 +27,7 @@ typedef uint16_t LooseU16 __attribute__((may_alias));
 
 KV_INLINE int64_t RoundUp(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// The pieces of ScoreLaneArgs::scratch.
-struct Scratch {
-  float* panels;                              // [padded / 32][head_dim][32]
-  float* query_panel;                         // [query panels][head_dim][32]
-  float* logit;                               // [num_queries][padded]
-  float *importance, *pooled, *mean, *value;  // [padded]
-  double* zeroed;                             // [padded] sum of S[r, p(r)] over rows by p(r)
-  double* key_sum;                            // [head_dim][kHalfWidth], then m in [head_dim]
-  int32_t* pointer;                           // [padded]
-  uint32_t* open;                             // [padded / 32] rows without p(r) yet, one bit each
-};
-
-Scratch Carve(const ScoreLaneArgs& a) {
-  const int64_t padded = RoundUp(a.len, kPanel);
-  char* at = a.scratch;
-  const auto take = [&at](int64_t bytes) {
-    char* piece = at;
-    at += RoundUp(bytes, 64);
-    return static_cast<void*>(piece);
-  };
-  Scratch s;
-  s.panels = static_cast<float*>(take(4 * padded * a.head_dim));
-  s.query_panel =
-      static_cast<float*>(take(4 * RoundUp(a.num_queries * a.group, kPanel) * a.head_dim));
-  s.logit = static_cast<float*>(take(4 * a.num_queries * padded));
-  s.importance = static_cast<float*>(take(4 * padded));
-  s.pooled = static_cast<float*>(take(4 * padded));
-  s.mean = static_cast<float*>(take(4 * padded));
-  s.value = static_cast<float*>(take(4 * padded));
-  s.zeroed = static_cast<double*>(take(8 * padded));
-  s.key_sum = static_cast<double*>(take(8 * a.head_dim * 8));
-  s.pointer = static_cast<int32_t*>(take(4 * padded));
-  s.open = static_cast<uint32_t*>(take(4 * (padded / kPanel)));
-  return s;
-}
+typedef ScoreLaneScratch Scratch;
 
 // The low 16 bits of every lane, a bf16 or f16, as float. Exact.
 KV_INLINE F Convert(U bits, DType dtype) {
@@ -310,7 +276,7 @@ void ColumnMeans(const ScoreLaneArgs& a, const Scratch& s, int64_t num_panels) {
 }
 
 bool ScoreLane(const ScoreLaneArgs& a) {
-  const Scratch s = Carve(a);
+  const Scratch& s = a.scratch;
   const int64_t past = a.len - a.protect, padded = RoundUp(a.len, kPanel);
   const int64_t num_panels = padded / kPanel;
 

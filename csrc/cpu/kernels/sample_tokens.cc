@@ -2,7 +2,7 @@
 // the sums of softmax and entropy; everything else touches only blocks whose maximum qualifies.
 // Bound by the exponentials of the second pass.
 #include "cpu/kernels/vec_wide.h"
-#include "cpu/sample_kernels.h"
+#include "cpu/sample_tokens_kernels.h"
 
 namespace kvcore {
 namespace KV_ISA_NAMESPACE {

@@ -36,9 +36,18 @@ def save_state(
         save_file(tensors, part, metadata={"step": str(step), "recipe": recipe})
 
 
-def load_state(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, recipe: str) -> int:
+def load_state(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    recipe: str,
+    *,
+    argument: str = "state",
+) -> int:
     """Restores a state into ``model`` and ``optimizer``.
 
+    Args:
+        argument: name of ``path`` in error messages.
     Returns:
         The number of steps done; 0 if there is no such file.
     Raises:
@@ -51,11 +60,11 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.AdamW, recip
             told = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"out: {str(path)!r} is damaged ({error}); remove it") from error
+        raise ValueError(f"{argument}: {str(path)!r} is damaged ({error}); remove it") from error
     if told.get("recipe") != recipe:
         raise ValueError(
-            f"out: {str(path)!r} belongs to a training with other settings; "
-            "remove it or choose another folder"
+            f"{argument}: {str(path)!r} belongs to a training with other settings; "
+            "remove it or name another"
         )
     step = int(told["step"])
     for name, parameter in trained(model):

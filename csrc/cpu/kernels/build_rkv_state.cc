@@ -97,7 +97,7 @@ int32_t Build(const RkvBuild& b) {
   }
   if (!finite) return kNotFinite;
   const int32_t elected = a.mix < 1 ? Elect<true>(a) : Elect<false>(a);
-  return elected == kNotElected ? kNotFinite : elected;
+  return elected == kNoReplace ? kNotFinite : elected;
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from kvcore.demo.train.loop import Report
+from kvcore.train.loop import Report
 
 
 class Bars:

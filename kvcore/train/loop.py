@@ -1,4 +1,4 @@
-"""The training loop that all three models share."""
+"""The training loop: AdamW over a loss that is a function of the step, resumed exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from kvcore.demo.train.checkpoint import load_state, save_state, trained
+from kvcore.train.checkpoint import load_state, save_state, trained
 
 WARM_UP = 200  # steps
 _FLOOR = 0.05  # of the peak learning rate, at the end
@@ -47,6 +47,7 @@ def train(
     state: Path,
     recipe: str,
     report: Report,
+    argument: str = "state",
 ) -> None:
     """Trains ``model``, going on where ``state`` ends.
 
@@ -55,6 +56,8 @@ def train(
             that was never stopped.
         state: file of the training's state, written every minute and at the end.
         recipe: names the settings; a state of others is refused.
+        report: called after every step.
+        argument: name of ``state`` in error messages.
     Raises:
         ValueError: ``state`` is damaged or of another recipe.
     """
@@ -65,7 +68,7 @@ def train(
         [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}],
         betas=(0.9, 0.98),
     )
-    done = load_state(state, model, optimizer, recipe)
+    done = load_state(state, model, optimizer, recipe, argument=argument)
     model.train()
     mean, saved = math.nan, time.monotonic()
     for step in range(done, schedule.steps):
