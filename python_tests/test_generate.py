@@ -392,3 +392,41 @@ def test_progress_is_told_on_standard_error(engine, capsys):
     engine.generate(["a", "b"], GREEDY, progress=True)
     told = capsys.readouterr()
     assert told.out == "" and "2/2" in told.err and "24 tokens" in told.err
+
+
+def test_what_an_interrupted_step_has_not_told_is_told(model, monkeypatch):
+    engine = Engine(model, small_config())
+    want = engine.generate(["abc", "x"], GREEDY)
+    real = engine.step
+
+    def step():
+        events = real()
+        if engine.stats.generated_tokens % 24 == 0:  # the last tokens of both
+            engine._events = events
+            raise KeyboardInterrupt
+        return events
+
+    monkeypatch.setattr(engine, "step", step)
+    assert engine.generate(["abc", "x"], GREEDY) == want
+    assert engine.num_sequences == 0 and not engine.has_work
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_sequence_that_was_just_made_is_released(model, monkeypatch, n, count):
+    engine = Engine(model, small_config())
+    real, made = engine._register, 0
+
+    def register(seq):
+        nonlocal made
+        real(seq)
+        made += 1
+        if made == count:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_register", register)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        engine.generate(["abc", "x", "y"], GREEDY, n=n)
+    assert [o.finish_reason for o in caught.value.outputs] == ["abort"] * 3 * n
+    assert engine.num_sequences == 0 and not engine.has_work
+    assert engine.free_blocks == engine.num_blocks
