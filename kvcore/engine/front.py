@@ -50,7 +50,7 @@ class FrontDoor:
             device: only "cpu" in this version.
             config: sequences at once, context in tokens, bytes of KV cache.
             detector: for generations with ``detect=True``.
-            prepack: keep linear weights in oneDNN's packed layout, where that is faster.
+            prepack: keep linear weights in a packed layout, where that is faster.
         Raises:
             ValueError: no such model, a hub model that cannot be had (the message says how to get
                 it), a damaged or unsupported one, or a setting that does not fit it.
