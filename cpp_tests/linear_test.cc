@@ -39,7 +39,7 @@ Layer MakeLayer(DType dtype, int64_t inputs, int64_t outputs, bool gated, uint64
   return layer;
 }
 
-OwnedTensor Run(const Layer& layer, const OwnedTensor& x, bool with_bias) {
+OwnedTensor Apply(const Layer& layer, const OwnedTensor& x, bool with_bias) {
   const int64_t rows = x.view().shape[0], stride = layer.outputs + 3;
   OwnedTensor out(DType::kF32, {rows, layer.outputs}, {stride, 1});
   out.Fill(std::nan(""));
@@ -69,7 +69,7 @@ std::pair<double, double> Sum(const Layer& layer, const OwnedTensor& x, int64_t 
 }
 
 void ExpectDefinition(const Layer& layer, const OwnedTensor& x, bool with_bias) {
-  const OwnedTensor out = Run(layer, x, with_bias);
+  const OwnedTensor out = Apply(layer, x, with_bias);
   // Every addition and product rounds once, by 2^-24 of at most the sum of magnitudes.
   const double rounding = static_cast<double>(layer.inputs + 2) * std::ldexp(2.0, -24);
   for (int64_t r = 0; r < x.view().shape[0]; ++r)
@@ -136,7 +136,7 @@ TEST_P(LinearTest, ManyRowsAreLikeFew) {
 TEST_P(LinearTest, ARowHasTheSameBitsInEveryBatchAndWithAnyThreads) {
   const int64_t inputs = 515;
   const Layer layer = Make(inputs, 100, 7);
-  const OwnedTensor x = Rows(120, inputs, 8), all = Run(layer, x, true);
+  const OwnedTensor x = Rows(120, inputs, 8), all = Apply(layer, x, true);
   const int threads = NumThreads();
   for (int64_t rows : {1, 2, 5, 8, 13, 33, 97})
     for (int n : {1, 3}) {
@@ -144,7 +144,7 @@ TEST_P(LinearTest, ARowHasTheSameBitsInEveryBatchAndWithAnyThreads) {
       OwnedTensor part(DType::kF32, {rows, inputs});
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t k = 0; k < inputs; ++k) part.Set({r, k}, x.Get({120 - rows + r, k}));
-      const OwnedTensor got = Run(layer, part, true);
+      const OwnedTensor got = Apply(layer, part, true);
       for (int64_t r = 0; r < rows; ++r)
         for (int64_t i = 0; i < 100; ++i)
           ASSERT_EQ(got.Get({r, i}), all.Get({120 - rows + r, i})) << rows << " " << r << " " << i;
@@ -156,9 +156,9 @@ TEST_P(LinearTest, ANumberThatIsNotFiniteStaysInItsRow) {
   for (double bad : {std::nan(""), HUGE_VAL, -HUGE_VAL}) {
     const Layer layer = Make(64, 32, 9);
     OwnedTensor x = Rows(3, 64, 10);
-    const OwnedTensor before = Run(layer, x, false);
+    const OwnedTensor before = Apply(layer, x, false);
     x.Set({1, 20}, bad);
-    const OwnedTensor after = Run(layer, x, false);
+    const OwnedTensor after = Apply(layer, x, false);
     int64_t finite = 0;
     for (int64_t i = 0; i < 32; ++i) {
       EXPECT_EQ(after.Get({0, i}), before.Get({0, i}));
@@ -166,7 +166,9 @@ TEST_P(LinearTest, ANumberThatIsNotFiniteStaysInItsRow) {
       finite += std::isfinite(after.Get({1, i}));
     }
     // silu(-inf) * finite is 0 or NaN; nothing else may look like a number.
-    if (std::isnan(bad) || !layer.gated) EXPECT_EQ(finite, 0) << bad;
+    if (std::isnan(bad) || !layer.gated) {
+      EXPECT_EQ(finite, 0) << bad;
+    }
   }
 }
 
@@ -205,7 +207,7 @@ TEST(LinearErrors, NameTheArgument) {
 
 TEST(LinearErrors, NoRowsIsLegal) {
   const Layer layer = MakeLayer(DType::kF32, 8, 20, false, 1);
-  Run(layer, OwnedTensor(DType::kF32, {0, 8}), true);
+  Apply(layer, OwnedTensor(DType::kF32, {0, 8}), true);
 }
 
 }  // namespace

@@ -121,6 +121,7 @@ def _models() -> dict[str, Any]:
     try:
         import torch
 
+        from kvcore.models.fusion import trial_fusions
         from kvcore.models.prepack import can_prepack
         from kvcore.models.support import MODEL_TYPES
 
@@ -130,6 +131,10 @@ def _models() -> dict[str, Any]:
             "refused": list(REFUSED),
             "packed_linears": {
                 str(dtype).removeprefix("torch."): can_prepack(dtype)
+                for dtype in (torch.float32, torch.bfloat16)
+            },
+            "fused": {
+                str(dtype).removeprefix("torch."): trial_fusions(dtype)
                 for dtype in (torch.float32, torch.bfloat16)
             },
         }
@@ -159,6 +164,17 @@ def _cuda_line(extension: dict[str, Any], cuda: dict[str, Any]) -> str:
     return f"{built} (torch sees {cuda['device']})" if cuda["torch_sees_device"] else built
 
 
+def _fused_line(fused: dict[str, dict[str, list[str]]]) -> str:
+    """By element type the kinds of layers that are fused, and the model types if not all."""
+    parts = []
+    for dtype, by_type in fused.items():
+        for kind in sorted({kind for kinds in by_type.values() for kind in kinds}):
+            types = [name for name, kinds in by_type.items() if kind in kinds]
+            some = "" if len(types) == len(by_type) else f" of {', '.join(types)}"
+            parts.append(f"{kind}{some} in {dtype}")
+    return "; ".join(parts) or "none"
+
+
 def _lines(data: dict[str, Any]) -> list[str]:
     facts = [
         (name, version or "UNUSABLE: not installed") for name, version in data["versions"].items()
@@ -184,6 +200,7 @@ def _lines(data: dict[str, Any]) -> list[str]:
         packed = [name for name, is_packed in models["packed_linears"].items() if is_packed]
         facts += [
             ("packed linears", ", ".join(packed) or "none: stock ones are slower"),
+            ("fused layers", _fused_line(models["fused"])),
             ("model types", ", ".join(models["supported"])),
             ("refused", "; ".join(models["refused"])),
         ]

@@ -1,5 +1,6 @@
 """Makes the tests see the installed kvcore, not the source tree, which has no extension."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,3 +22,11 @@ def way(request: pytest.FixtureRequest) -> Iterator[bool]:
     _C.set_uses_dlpack(request.param)
     yield request.param
     _C.set_uses_dlpack(before)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[int]:
+    """SIGINT interrupts, as at a terminal: a shell's background jobs are started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.SIGINT
+    signal.signal(signal.SIGINT, before)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
 import math
+import pickle
 import subprocess
 import sys
 
@@ -25,8 +28,9 @@ BAD = [
     (SamplingParams, "top_p", (0, -1, 1.01, NAN, "1", None, 1e-46)),
     (SamplingParams, "top_k", (-1, 2.0, True, None, 2**31)),
     (SamplingParams, "max_new_tokens", (0, -1, 2.5, None, 2**31)),
-    (SamplingParams, "min_p", (-0.1, 1.1, NAN, "1", None, True)),
-    (SamplingParams, "repetition_penalty", (0, -1, NAN, INF, "1", None, 1e39)),
+    (SamplingParams, "max_tokens", (0, -1, 2.5, None, 2**31)),
+    (SamplingParams, "min_p", (-0.1, 1.1, NAN, INF, "1", True, None, 1e-46)),
+    (SamplingParams, "repetition_penalty", (0, -1, NAN, INF, "1", True, None, 1e39, 1e-46)),
     (EvictionConfig, "policy", ("", None, 3)),
     (EvictionConfig, "budget", (None, 0, -4, 2.0, "64", True, 2**31)),
     (EvictionConfig, "protect", (0, -1, 8.0, None, 2**31)),
@@ -178,3 +182,28 @@ def test_settings_load_without_torch():
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_max_tokens_is_another_name_of_max_new_tokens() -> None:
+    for params in (
+        SamplingParams(max_tokens=7),
+        SamplingParams(max_new_tokens=7),
+        SamplingParams(max_tokens=7, max_new_tokens=7),
+        SamplingParams(0.8, 0.95, 20, 7),
+        dataclasses.replace(SamplingParams(), max_tokens=7),
+        dataclasses.replace(SamplingParams(), max_new_tokens=7),
+        dataclasses.replace(SamplingParams(max_new_tokens=9), max_tokens=7),
+        pickle.loads(pickle.dumps(SamplingParams(max_tokens=7))),
+        copy.deepcopy(SamplingParams(max_tokens=7)),
+    ):
+        assert params == SamplingParams(max_tokens=7) and hash(params) is not None
+        assert params.max_tokens == params.max_new_tokens == 7
+        assert json.loads(json.dumps(dataclasses.asdict(params)))["max_new_tokens"] == 7
+        again = dataclasses.replace(params, temperature=0.0)
+        assert again.max_tokens == 7 and again.temperature == 0
+    with pytest.raises(ValueError, match=r"max_tokens: expected the same as max_new_tokens \(8\)"):
+        SamplingParams(max_tokens=7, max_new_tokens=8)
+    assert repr(SamplingParams(max_tokens=7)) == (
+        "SamplingParams(temperature=0.8, top_p=0.95, top_k=20, max_new_tokens=7, min_p=0.0, "
+        "repetition_penalty=1.0)"
+    )

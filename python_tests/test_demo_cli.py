@@ -16,14 +16,16 @@ def test_a_small_demo_prints_its_table_and_writes_json_and_trace(tmp_path):
     result, trace = tmp_path / "demo.json", tmp_path / "trace.jsonl"
     done = run("demo", "--problems", "3", "-n", "2", "--json", str(result), "--trace", str(trace))
     assert done.exit_code == 0, done.output
-    for title in rows.TITLES.values():
-        assert title in done.output
+    for method in rows.METHODS:
+        assert rows.title(method, 2) in done.output
     assert str(trace) in done.output
     told = json.loads(result.read_text())
     assert [row["method"] for row in told["rows"]] == list(rows.METHODS)
     keys = {"method", "accuracy", "base_tokens", "helper_tokens", "steps", "aborted", "kv_bytes"}
     assert all(keys | {"seconds"} <= row.keys() for row in told["rows"])
-    assert "recovered" in told
+    assert {"recovered", "recovered_half"} <= told.keys()
+    counts = {row["method"]: (row["n"], row["n_helper"]) for row in told["rows"]}
+    assert (counts["rescue"], counts["rescue_half"], counts["full"]) == ((2, 2), (1, 1), (2, 0))
     events = [json.loads(line) for line in trace.read_text().splitlines()]
     assert sum(event["event"] == "problem_end" for event in events) == 3
 
@@ -38,6 +40,16 @@ def test_the_same_seed_gives_the_same_table(tmp_path):
     for row in (row for table in tables for row in table):
         del row["seconds"]
     assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize(
+    ("n", "both"), [(1, (1, 1)), (2, (1, 1)), (3, (2, 1)), (4, (2, 2)), (5, (3, 2)), (8, (4, 4))]
+)
+def test_half_of_the_candidates_are_each_models_and_the_odd_one_is_the_bases(n, both):
+    assert rows.candidates("rescue_half", n) == both
+    assert rows.candidates("rescue", n) == (n, n)
+    assert rows.title("rescue_half", n) == "KV-Rescue {}+{}".format(*both)
+    assert rows.title("evicted", n) == "base, evicted"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,13 @@ def test_eviction_breaks_the_model_and_kv_rescue_repairs_it(rows):
     assert rows["rescue"].accuracy - rows["evicted"].accuracy >= 0.3
 
 
+def test_as_many_candidates_as_best_of_n_has_repair_it_as_well(rows):
+    half = rows["rescue_half"]
+    assert half.n + half.n_helper == rows["evicted"].n
+    assert half.accuracy - rows["evicted"].accuracy >= 0.3
+    assert half.base_tokens < rows["rescue"].base_tokens
+
+
 def test_the_helper_alone_is_no_match_for_the_base_model(rows):
     assert rows["full"].accuracy - rows["helper"].accuracy >= 0.2
 
@@ -46,7 +53,7 @@ def test_kv_rescue_generates_fewer_base_tokens(rows):
 def test_both_models_write_steps_and_early_exit_ends_some_candidates(rows):
     row = rows["rescue"]
     assert 0 < row.helper_steps < row.steps
-    assert row.aborted > 0
+    assert row.aborted > 0 and 0 < row.early_exits < 1
     assert rows["full"].aborted == rows["evicted"].aborted == rows["helper"].aborted == 0
 
 
@@ -82,3 +89,6 @@ def test_recovered_is_the_share_of_the_loss(rows):
     gained = rows["rescue"].accuracy - rows["evicted"].accuracy
     assert recovered(list(rows.values())) == pytest.approx(gained / lost)
     assert recovered([rows["full"], rows["rescue"]]) is None
+    assert recovered(list(rows.values()), "rescue_half") == pytest.approx(
+        (rows["rescue_half"].accuracy - rows["evicted"].accuracy) / lost
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.engine_tools import every_policy, greedy, hf_greedy, make_prompts, run, small_config
+from support.engine_tools import every_policy, greedy, make_prompts, run, small_config
 from support.interruptions import Interruption
 from support.tiny_models import byte_tokenizer, make_model, make_module, make_prm
 
@@ -33,12 +33,25 @@ def engine(model):
     return Engine(model, small_config())
 
 
+def reference(prompt: list[int], tokens: int, **options: object) -> list[int]:
+    """The same by transformers, greedy, which is told not to draw ids that the tokenizer lacks."""
+    with torch.inference_mode():
+        out = make_module().generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=tokens,
+            do_sample=False,
+            suppress_tokens=list(range(263, 512)),
+            **options,
+        )
+    return out[0, len(prompt) :].tolist()
+
+
 def texts(outputs: list[Output]) -> list[str]:
     return [output.text for output in outputs]
 
 
 def test_greedy_texts_are_those_of_transformers_for_every_kind_of_prompt(engine):
-    module = make_module()
     tokenizer = byte_tokenizer()
     ids = list(b"Let x be 3.\n\nThen")
     chat = tokenizer.apply_chat_template(CHAT, tokenize=True, add_generation_prompt=True)
@@ -53,7 +66,7 @@ def test_greedy_texts_are_those_of_transformers_for_every_kind_of_prompt(engine)
     ]:
         [output] = engine.generate(prompt, GREEDY)
         assert output.prompt_token_ids == list(given)
-        want = hf_greedy(module, given, 12)
+        want = reference(list(given), 12)
         assert output.token_ids == want
         assert output.text == tokenizer.decode(want, skip_special_tokens=True)
         assert output.finish_reason == "length" and output.error is None
@@ -118,7 +131,7 @@ def test_a_text_ends_before_the_first_stop_string_to_be_completed(engine):
 
 def test_end_of_text_ends_a_text_and_is_no_part_of_it():
     module = make_module()
-    tokens = hf_greedy(module, [65, 66], 6)
+    tokens = reference([65, 66], 6)
     module.config.eos_token_id = module.generation_config.eos_token_id = tokens[3]
     own = Engine(bind_model(module, byte_tokenizer()), small_config())
     [output] = own.generate([65, 66], GREEDY)
@@ -147,19 +160,11 @@ def test_logprobs_are_those_of_the_raw_distribution(engine, count):
 
 
 def test_repetition_penalty_is_that_of_transformers(engine):
-    module, prompt = make_module(), list(b"abcabcabc")
+    prompt = list(b"abcabcabc")
     for penalty in (0.5, 1.3, 20.0):
-        with torch.inference_mode():
-            out = module.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt)),
-                max_new_tokens=20,
-                do_sample=False,
-                repetition_penalty=penalty,
-            )
         params = SamplingParams(temperature=0.0, max_tokens=20, repetition_penalty=penalty)
         [output] = engine.generate(prompt, params)
-        assert output.token_ids == out[0, len(prompt) :].tolist()
+        assert output.token_ids == reference(prompt, 20, repetition_penalty=penalty)
 
 
 def test_min_p_of_one_is_greedy(engine):
@@ -175,9 +180,10 @@ def test_cache_use_says_what_is_held_against_a_full_cache(model, eviction):
     assert full.cache.bytes == full.cache.full_bytes == 14 * 16 * model.kv_bytes_per_token
     bounded = Engine(model, small_config(), eviction=eviction)
     [held] = bounded.generate("abc" * 20, long)
-    assert held.cache.entries + held.cache.evicted == 209
+    fed = 60 + len(held.token_ids) - 1
+    assert held.cache.entries + held.cache.evicted == fed
     assert held.cache.entries <= eviction.trigger
-    assert held.cache.full_bytes == full.cache.full_bytes
+    assert held.cache.full_bytes == -(-fed // 16) * 16 * model.kv_bytes_per_token
     assert held.cache.bytes < held.cache.full_bytes
 
 
@@ -313,7 +319,7 @@ def test_others_of_the_engine_are_refused_while_they_run_and_left_alone_when_idl
     [child] = engine.fork(mine, [greedy(6)])
     [more] = [e.generation.tokens for e in run(engine) if e.generation]
     assert engine.num_sequences == 2 and engine.tokens(child)[-6:] == more
-    assert first + more == hf_greedy(make_module(), list(b"hello world"), 12)
+    assert first + more == reference(list(b"hello world"), 12)
 
 
 def test_ctrl_c_keeps_what_is_finished(model, monkeypatch):
@@ -386,3 +392,41 @@ def test_progress_is_told_on_standard_error(engine, capsys):
     engine.generate(["a", "b"], GREEDY, progress=True)
     told = capsys.readouterr()
     assert told.out == "" and "2/2" in told.err and "24 tokens" in told.err
+
+
+def test_what_an_interrupted_step_has_not_told_is_told(model, monkeypatch):
+    engine = Engine(model, small_config())
+    want = engine.generate(["abc", "x"], GREEDY)
+    real = engine.step
+
+    def step():
+        events = real()
+        if engine.stats.generated_tokens % 24 == 0:  # the last tokens of both
+            engine._events = events
+            raise KeyboardInterrupt
+        return events
+
+    monkeypatch.setattr(engine, "step", step)
+    assert engine.generate(["abc", "x"], GREEDY) == want
+    assert engine.num_sequences == 0 and not engine.has_work
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_sequence_that_was_just_made_is_released(model, monkeypatch, n, count):
+    engine = Engine(model, small_config())
+    real, made = engine._register, 0
+
+    def register(seq):
+        nonlocal made
+        real(seq)
+        made += 1
+        if made == count:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_register", register)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        engine.generate(["abc", "x", "y"], GREEDY, n=n)
+    assert [o.finish_reason for o in caught.value.outputs] == ["abort"] * 3 * n
+    assert engine.num_sequences == 0 and not engine.has_work
+    assert engine.free_blocks == engine.num_blocks

@@ -157,6 +157,8 @@ def test_doctor_reports_what_is_there() -> None:
     assert 0 < data["memory"]["available"] <= data["memory"]["total"]
     assert data["models"]["supported"] == ["qwen2", "qwen3", "llama"]
     assert set(data["models"]["packed_linears"]) == {"float32", "bfloat16"}
+    both = ["attention", "mlp"]
+    assert data["models"]["fused"]["float32"] == dict.fromkeys(data["models"]["supported"], both)
 
 
 def test_doctor_renders_one_fact_a_line() -> None:

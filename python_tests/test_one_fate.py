@@ -258,14 +258,27 @@ def test_what_on_event_raises_is_nobodys_error_and_ends_the_search(kind):
     assert all(s.error is None for s in search.solutions)
 
 
-def test_an_interrupted_problem_gets_its_candidates_and_its_end():
+def test_what_on_event_raises_after_an_interruption_does_not_hide_it():
+    def complain(event):
+        if event.event == "problem_end":
+            raise OSError("the disk is full")
+
+    base = engine(interrupt_at=5)
+    search = Search(base, ["a", "b"], scorer=RandomScorer(), config=CONFIG, on_event=complain)
+    with pytest.raises(KeyboardInterrupt):
+        list(search.run())
+    assert [s.finish for s in search.solutions] == ["interrupted"] * 2
+    assert base.live == 0
+
+
+def test_an_interrupted_problem_gets_its_candidates_and_its_end(ctrl_c):
     """Ctrl-C comes while the search waits for a scorer that never returns."""
     base, events, main = engine(), [], threading.get_ident()
 
     class Hanging:
         def score(self, requests):
             time.sleep(0.2)  # until the search waits; the law holds at any moment
-            signal.pthread_kill(main, signal.SIGINT)
+            signal.pthread_kill(main, ctrl_c)
             time.sleep(600)
 
     search = Search(base, ["a"], scorer=Hanging(), config=CONFIG, on_event=events.append)

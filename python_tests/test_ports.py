@@ -125,13 +125,13 @@ def test_a_search_sleeps_until_it_is_woken():
     assert (base.live, helper.live) == (0, 0)
 
 
-def test_ctrl_c_while_the_helper_is_silent_releases_everything():
+def test_ctrl_c_while_the_helper_is_silent_releases_everything(ctrl_c):
     base, helper, main = engine(), engine(), threading.get_ident()
 
     def never():
         if base.steps >= 6:
             time.sleep(0.2)  # until the search waits; the law holds at any moment
-            signal.pthread_kill(main, signal.SIGINT)
+            signal.pthread_kill(main, ctrl_c)
             time.sleep(600)
 
     port = SlowPort(helper, before=never)

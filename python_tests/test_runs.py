@@ -195,6 +195,23 @@ def test_other_scorers_are_made_as_described(
         make_engines(make(helper="no/where"), models)
 
 
+def test_embedded_models_go_by_their_names() -> None:
+    run = Run(
+        base="demo:base",
+        helper="demo:helper",
+        scorer=ScorerSpec.parse("demo:prm"),
+        problems=PROBLEMS,
+        method="rescue",
+        engine=EngineConfig(max_seqs=24, kv_bytes=32 << 20),
+    )
+    engines = make_engines(run, Models())
+    assert isinstance(engines.scorer, PrmScorer) and engines.scorer.engine.model.has_head
+    assert engines.helper is not None
+    assert engines.helper.model.model.config.intermediate_size < (
+        engines.solver.model.model.config.intermediate_size
+    )
+
+
 def test_a_run_cut_anywhere_and_continued_gives_the_same_records(
     make: Callable[..., Run], models: Models, tmp_path: Path
 ) -> None:

@@ -94,7 +94,8 @@ def test_offline_is_a_failure_that_names_the_flag(offline, flag):
     args = {"--base": "demo:base", flag: "Some-Owner/some-model", "--question": "x"}
     done = run("solve", *(part for pair in args.items() for part in pair))
     assert done.exit_code == 1
-    assert done.output.startswith(f"error: {flag}: 'Some-Owner/some-model'")
+    expected = f"error: {flag}: expected a model directory, got 'Some-Owner/some-model'"
+    assert done.output.startswith(expected)
     assert "hf download" in done.output and done.output.count("\n") == 1
 
 

@@ -151,7 +151,7 @@ def test_whoever_steps_the_engine_meanwhile_is_told_on(engine):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompt": ["a", "b"]}, "prompt: expected one prompt, got 2 prompts"),
+        ({"prompt": ["a", "b"]}, "prompt: expected a single prompt, got 2"),
         ({"prompt": ""}, "some text"),
         ({"stop": ""}, "stop: "),
         ({"seed": -1}, "seed: "),

@@ -39,7 +39,8 @@ BoundStore MakeStore(const py::object& key_blocks, const py::object& value_block
   };
   const auto add = [&view_of](const std::string& name, const py::object& tensor,
                               const py::object& start, SideTensors* to) {
-    to->Set(name, view_of(tensor, name.c_str()), view_of(start, (name + " start").c_str()));
+    const TensorView given = view_of(tensor, name.c_str());
+    to->Set(name, given, view_of(start, (name + " start").c_str()));
   };
   const auto needed = [](const py::object& tensor, const char* name) {
     return ViewOfTensor(tensor.ptr(), name);  // refuses None by name

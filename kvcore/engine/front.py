@@ -147,6 +147,6 @@ class FrontDoor:
             engine, sampling, n=1, stop=stop, logprobs=None, seed=seed, detect=detect
         )
         ids = prompt_ids(engine.model, prompt, engine.context_len, template_args)
-        require(len(ids) == 1, "prompt", "one prompt", f"{len(ids)} prompts")
+        require(len(ids) == 1, "prompt", "a single prompt", len(ids))
         texts.check_idle(engine)
         return texts.stream(engine, request, ids[0])

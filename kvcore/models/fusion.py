@@ -12,12 +12,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import SiLUActivation
 
-from kvcore.models.attention import AttentionContext, attend_cached
+from kvcore.models.attention import (
+    ATTENTION_NAME,
+    AttentionContext,
+    attend_cached,
+    register_attention,
+)
 from kvcore.models.prepack import PackedLinear, is_plain, is_worth_packing
+from kvcore.models.support import MODEL_TYPES
 
 _FAMILIES = ("Llama", "Qwen2", "Qwen3")
+_TRIAL = {
+    "vocab_size": 8,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "pad_token_id": None,
+}
 # Replacements differ from stock modules by rounding only; relative to the largest output.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
@@ -197,3 +214,17 @@ def _is_close(stock: Tensor, fused: Tensor) -> bool:
         return False
     allowed = _TOLERANCE[stock.dtype] * float(stock.abs().max())
     return bool(((stock - fused).abs() <= allowed).all())
+
+
+def trial_fusions(dtype: torch.dtype) -> dict[str, list[str]]:
+    """What is fused in a model of each supported type with the libraries of this machine: builds a
+    small one and fuses it.
+    """
+    register_attention()
+    found: dict[str, list[str]] = {}
+    for model_type in MODEL_TYPES:
+        config = AutoConfig.for_model(model_type, **_TRIAL)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.set_attn_implementation(ATTENTION_NAME)
+        found[model_type] = sorted(fuse_layers(model.eval().requires_grad_(False)))
+    return found

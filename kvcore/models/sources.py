@@ -50,8 +50,8 @@ def resolve(source: str | Path, argument: str = "model") -> Path:
         raise ValueError(f"{argument}: expected a model directory, got {name!r} (a file)")
     if not is_hub_id(name):
         raise ValueError(
-            f"{argument}: expected a model directory, got {name!r} (nothing there, and neither a "
-            "hub id, owner/name, nor demo:NAME)"
+            f"{argument}: expected a model directory, got {name!r} (nothing there: no such "
+            "directory, and neither a hub id, owner/name, nor demo:NAME)"
         )
     return _download(name, argument)
 
@@ -117,5 +117,6 @@ def _how(name: str) -> str:
 
 def _unreachable(name: str, argument: str, reason: str, remedy: str) -> UnreachableModel:
     return UnreachableModel(
-        f"{argument}: {name!r} is no directory here, and the hub model {reason}: {remedy}"
+        f"{argument}: expected a model directory, got {name!r} (nothing there), and the hub model "
+        f"of that name {reason}: {remedy}"
     )

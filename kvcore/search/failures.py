@@ -48,8 +48,6 @@ def named(who: str) -> Iterator[None]:
     """An exception inside becomes a ProblemFailed that names ``who``."""
     try:
         yield
-    except ProblemFailed:
-        raise
     except Exception as error:
         # Errors of this library name argument, expected and got: their type adds nothing.
         reason = str(error) if type(error) in (ValueError, ScorerError) else told(error)

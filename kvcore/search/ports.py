@@ -113,11 +113,6 @@ class Lease:
         self._handlers: dict[int, Handler] = {}  # in order of creation: parents before children
 
     @property
-    def live(self) -> int:
-        """Sequences allocated through this lease and not released."""
-        return len(self._handlers)
-
-    @property
     def has_work(self) -> bool:
         return self.port.has_work
 

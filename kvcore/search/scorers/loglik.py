@@ -54,18 +54,13 @@ class LoglikScorer(TreeScorer):
     def prompted_model(self) -> ModelFacts | None:
         return None if self.engine is None else self.engine.model
 
-    def lease(self, context: ScorerContext) -> Lease:
-        helper = context.helper
-        self._on_helper = self.engine is None or (helper is not None and helper.port is self.engine)
-        if not self._on_helper:
-            assert self.engine is not None
-            return context.ports.get(self.engine)
-        if helper is None:
+    def join(self, context: ScorerContext) -> Lease:
+        helper, engine = context.helper, self.engine
+        self._on_helper = engine is None or (helper is not None and helper.port is engine)
+        lease = helper if engine is None or self._on_helper else context.ports.get(engine)
+        if lease is None:
             raise ValueError("scorer 'loglik': expected a helper or an engine of its own")
-        return helper
-
-    def settle(self, context: ScorerContext) -> None:
-        model = self._lease.port.model
+        model = lease.port.model
         self._tokenizer = model.tokenizer
         self._template_args = context.template_args
         self._system_prompt = context.system_prompt_for(self.system_prompt, self._tokenizer)
@@ -77,6 +72,7 @@ class LoglikScorer(TreeScorer):
             for source, giver in givers.items()
             if giver is not None
         }
+        return lease
 
     def rows(self, num_base: int, num_helper: int) -> tuple[ModelPort, int] | None:
         if self._on_helper:

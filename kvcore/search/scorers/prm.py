@@ -106,10 +106,7 @@ class PrmScorer(TreeScorer):
     def prompted_model(self) -> ModelFacts:
         return self.engine.model
 
-    def lease(self, context: ScorerContext) -> Lease:
-        return context.ports.get(self.engine)
-
-    def settle(self, context: ScorerContext) -> None:
+    def join(self, context: ScorerContext) -> Lease:
         self._tokenizer = self.engine.model.tokenizer
         self._template_args = context.template_args
         self._system_prompt: str | None = self.system_prompt
@@ -123,6 +120,7 @@ class PrmScorer(TreeScorer):
             answer=True,
             remedy='system_prompt="" of the scorer, --system-prompt does not concern it',
         )
+        return context.ports.get(self.engine)
 
     def begin(
         self, problem: int, prompt: Prompt, prefix: Sequence[str] = (), root: int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -18,73 +17,43 @@ from kvcore.search.scorers.base import (
     Unjudged,
 )
 
-_Task = Callable[[], None]
-
-
-class Workers:
-    """Runs tasks in up to ``limit`` threads, in the order given.
-
-    The threads are daemons: neither ``close`` nor the end of the process waits for a task that does
-    not return. Started when there is something to do.
-    """
-
-    def __init__(self, limit: int, name: str) -> None:
-        self._limit = limit
-        self._name = name
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._closed = threading.Event()
-
-    def run(self, task: _Task) -> None:
-        """Queues a task, which must not raise. Raises RuntimeError if no thread can be started."""
-        if len(self._threads) < self._limit:
-            name = f"{self._name}-{len(self._threads)}"
-            thread = threading.Thread(target=self._work, name=name, daemon=True)
-            try:
-                thread.start()
-                self._threads.append(thread)
-            except RuntimeError:
-                if not self._threads:
-                    raise
-        self._tasks.put(task)
-
-    def close(self) -> None:
-        """Drops the tasks that have not begun; does not wait for those that have."""
-        self._closed.set()
-        for _ in self._threads:
-            self._tasks.put(None)
-
-    def _work(self) -> None:
-        while True:
-            task = self._tasks.get()
-            if task is None or self._closed.is_set():
-                return
-            task()
-            del task  # what it holds may go while the thread waits
-
 
 class ThreadScorer(SearchScorer):
-    """Calls ``scorer.score`` in worker threads, which nothing waits for when the search ends.
+    """Calls ``scorer.score`` in up to ``scorer.max_concurrency`` threads, in the order of asking.
 
-    A source of the search's ports: ``wake`` is called, in a worker, when scores have come.
+    The threads are daemons: neither ``close`` nor the end of the process waits for a call that does
+    not return. A source of the search's ports: ``wake`` is called, in a worker, when scores have
+    come.
     """
 
     def __init__(self, scorer: Scorer, wake: Callable[[], None]) -> None:
         self.name = scorer_name(scorer)
         self._scorer = scorer
         self._wake = wake
-        limit = max(1, int(getattr(scorer, "max_concurrency", 1)))
-        self._workers = Workers(limit, "kvcore-scorer")
+        self._limit = max(1, int(getattr(scorer, "max_concurrency", 1)))
+        self._threads = 0
+        self._closed = False
+        self._asked: queue.SimpleQueue[tuple[int, tuple[ScoreRequest, ...]] | None]
+        self._asked = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[tuple[int, list[Score] | ScorerError]]
         self._finished = queue.SimpleQueue()
         self._waiting: dict[int, tuple[int, Done]] = {}  # ticket: problem, done
         self._tickets = 0
 
     def submit(self, problem: int, requests: Sequence[ScoreRequest], done: Done) -> None:
-        ticket, given = self._tickets, tuple(requests)
+        """Raises RuntimeError if no thread can be started."""
+        if self._threads < self._limit:
+            name = f"kvcore-scorer-{self._threads}"
+            try:
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+                self._threads += 1
+            except RuntimeError:
+                if self._threads == 0:
+                    raise
+        ticket = self._tickets
         self._tickets += 1
         self._waiting[ticket] = (problem, done)
-        self._workers.run(lambda: self._answer(ticket, given))
+        self._asked.put((ticket, tuple(requests)))
 
     def end(self, problem: int) -> None:
         self._waiting = {t: w for t, w in self._waiting.items() if w[0] != problem}
@@ -104,23 +73,30 @@ class ThreadScorer(SearchScorer):
         return handed
 
     def close(self) -> None:
-        # A call that runs cannot be stopped; it is not waited for.
+        """Drops the calls that have not begun; does not wait for those that have."""
+        self._closed = True
         self._waiting.clear()
-        self._workers.close()
+        for _ in range(self._threads):
+            self._asked.put(None)
 
-    def _answer(self, ticket: int, requests: tuple[ScoreRequest, ...]) -> None:
-        """Runs in a worker. Whatever is raised there, SystemExit included, is the outcome."""
-        outcome: list[Score] | ScorerError
+    def _work(self) -> None:
+        while (asked := self._asked.get()) is not None and not self._closed:
+            ticket, requests = asked
+            self._finished.put((ticket, self._outcome(requests)))
+            self._wake()
+
+    def _outcome(self, requests: tuple[ScoreRequest, ...]) -> list[Score] | ScorerError:
+        """Whatever is raised, SystemExit included, is the outcome."""
         try:
-            outcome = checked_scores(self.name, self._scorer.score(requests), len(requests))
+            return checked_scores(self.name, self._scorer.score(requests), len(requests))
         except BaseException as error:
-            outcome = ScorerError(self.name, told(error))
-        self._finished.put((ticket, outcome))
-        self._wake()
+            return ScorerError(self.name, told(error))
 
 
 def checked_scores(name: str, values: Sequence[float], count: int) -> list[Score] | ScorerError:
-    """Scores of a user's return value, or the error that it is. Iterating it may raise."""
+    """Scores of a user's return value, which may be NaN, or the error that it is. Iterating it may
+    raise.
+    """
     unordered = (str, bytes, bytearray, Mapping, Set)
     try:
         listed = None if isinstance(values, unordered) else list(values)
@@ -136,8 +112,6 @@ def checked_scores(name: str, values: Sequence[float], count: int) -> list[Score
         numeric = []
     if len(numeric) != count:
         return ScorerError(name, f"expected numbers, got {shown(listed)}")
-    if any(math.isnan(value) for value in numeric):
-        return ScorerError(name, f"returned NaN among its scores {numeric}")
     return [Score(value=value, rank=value) for value in numeric]
 
 

@@ -69,18 +69,17 @@ class TreeScorer(SearchScorer, ABC):
 
     def open(self, context: ScorerContext) -> TreeScorer:
         opened = copy.copy(self)
-        opened._lease = opened.lease(context)
         opened._trees = {}
-        opened.settle(context)
+        opened._lease = opened.join(context)
         return opened
 
     @abstractmethod
-    def lease(self, context: ScorerContext) -> Lease:
-        """The model that candidates are fed to. Raises ValueError if the search has none."""
+    def join(self, context: ScorerContext) -> Lease:
+        """The model that candidates are fed to. Settles how questions are put to it.
 
-    @abstractmethod
-    def settle(self, context: ScorerContext) -> None:
-        """Decides how questions are put, once the lease is there. Raises ValueError."""
+        Raises:
+            ValueError: the search has no such model, or it cannot be asked that way.
+        """
 
     @abstractmethod
     def ids(self, step: ScoreRequest) -> list[int]:
