@@ -156,7 +156,7 @@ def run_script(
         for (source, step, index), entry in script.items()
     }
 
-    def scripted(logits, specs, counters, vocab):
+    def scripted(logits, specs, counters, vocab, seen):
         rows = [keys[spec.rng_key] for spec in specs]
         drawn = [ids[count] for (ids, _), count in zip(rows, counters, strict=True)]
         entropy = torch.tensor([entropy for _, entropy in rows])

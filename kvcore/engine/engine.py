@@ -223,8 +223,8 @@ class Engine(FrontDoor):
                 self._fail_stuck()
             self._tell_errors()
         self.stats.total_seconds += time.perf_counter() - begin
-        events, self._events = self._events, []
-        return events
+        # In one line: what cuts the call short before it loses no event.
+        return [*map(self._events.pop, [0] * len(self._events))]
 
     # ---- queries -------------------------------------------------------------------------------
 
