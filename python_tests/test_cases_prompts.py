@@ -275,7 +275,7 @@ def test_p25_helper_and_judge_hold_the_text_that_the_base_wrote(kind, judge, mon
         candidate_key(config.seed, 0, step, "base", 0): text for step, text in enumerate(written)
     }
 
-    def scripted(logits, specs, counters, vocab):
+    def scripted(logits, specs, counters, vocab, seen):
         drawn = [script[s.rng_key][c] for s, c in zip(specs, counters, strict=True)]
         return ops.Samples(torch.tensor(drawn), torch.ones(len(specs)), -torch.ones(len(specs)))
 

@@ -72,7 +72,7 @@ def test_p14_a_step_ends_at_the_first_blank_line_of_its_text(case):
 def script(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     """Makes engines draw ``tokens`` instead of what the model says."""
 
-    def scripted(logits, specs, counters, vocab):
+    def scripted(logits, specs, counters, vocab, seen):
         drawn = torch.tensor([tokens[c] for c in counters])
         return ops.Samples(drawn, torch.zeros(len(specs)), torch.full((len(specs),), -1.0))
 

@@ -118,7 +118,7 @@ def _script(monkeypatch, ids):
 
     from kvcore import ops
 
-    def scripted(logits, specs, counters, vocab, *rest):
+    def scripted(logits, specs, counters, vocab, seen):
         drawn = torch.tensor([ids[c] for c in counters])
         return ops.Samples(drawn, torch.ones(len(specs)), -torch.ones(len(specs)))
 

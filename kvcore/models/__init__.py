@@ -1,4 +1,4 @@
-"""transformers decoders, unmodified, on kvcore's cache."""
+"""transformers decoders on kvcore's cache."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The attention function through which unmodified transformers decoders use the cache.
+"""The attention function through which transformers decoders use the cache.
 
 A forward takes ``kv_batch=AttentionContext(...)``; transformers hands it down to every layer as a
 keyword, so nothing lives on modules or in globals.

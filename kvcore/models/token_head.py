@@ -28,7 +28,7 @@ class TokenHeadModel(nn.Module):
     """Linear, ReLU, Linear on the trunk's last hidden states.
 
     Attributes:
-        model: the trunk, an unmodified transformers decoder without its output matrix.
+        model: the trunk, a transformers decoder without its output matrix.
         score: the head; logits [.., labels].
     Source: Qwen2.5-Math-PRM (model card and configuration).
     """
