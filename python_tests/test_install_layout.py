@@ -72,7 +72,11 @@ def test_a_stale_extension_is_reported_with_the_cure() -> None:
 
 
 def test_a_source_tree_without_extension_says_what_to_do(tmp_path: Path) -> None:
-    shutil.copytree(PACKAGE, tmp_path / "kvcore", ignore=shutil.ignore_patterns("*.so", "*.bin", "*.safetensors"))
+    shutil.copytree(
+        PACKAGE,
+        tmp_path / "kvcore",
+        ignore=shutil.ignore_patterns("*.so", "*.bin", "*.safetensors"),
+    )
     done = run_python("import kvcore.native", PYTHONPATH=str(tmp_path))
     assert done.returncode != 0
     assert "pip install ." in done.stderr and str(tmp_path) in done.stderr
