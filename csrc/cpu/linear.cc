@@ -35,23 +35,25 @@ void LinearCpu(const LinearParams& p, Stream) {
   const LinearKernels& kernels = KV_ISA_TABLE(kLinearKernels);
   const int64_t panel_bytes = inputs * kLinearPanel * DTypeBytes(p.weight.dtype);
   const int threads = NumThreads();
-  const int64_t grain = std::max<int64_t>(1, panels / (4 * threads));
-  ParallelFor(panels, grain, threads, [&](int64_t begin, int64_t end, int) {
-    LinearPanelArgs a;
+  // Two panels at a time, which is what the kernel takes side by side: of a plain layer two panels
+  // of outputs, of a gated one the gate and the up of one.
+  const int64_t pairs = (dims["panels"] + 1) / 2, pair_outputs = 2 / group * kLinearPanel;
+  const int64_t grain = std::max<int64_t>(1, pairs / (4 * threads));
+  ParallelFor(pairs, grain, threads, [&](int64_t begin, int64_t end, int) {
+    LinearRunArgs a;
     a.x = p.x.ptr<float>();
+    a.weight = p.weight.ptr<char>() + 2 * begin * panel_bytes;
+    a.bias = p.bias.empty() ? nullptr : p.bias.ptr<float>() + 2 * begin * kLinearPanel;
+    a.out = p.out.ptr<float>() + begin * pair_outputs;
     a.rows = rows;
     a.inputs = inputs;
+    a.panels = std::min(2 * end, dims["panels"]) - 2 * begin;
+    a.columns = std::min(end * pair_outputs, outputs) - begin * pair_outputs;
     a.x_stride = p.x.stride[0];
     a.out_stride = p.out.stride[0];
     a.is_bf16 = p.weight.dtype == DType::kBF16;
     a.gated = p.gated;
-    for (int64_t i = begin; i < end; ++i) {
-      a.weight = p.weight.ptr<char>() + i * group * panel_bytes;
-      a.bias = p.bias.empty() ? nullptr : p.bias.ptr<float>() + i * group * kLinearPanel;
-      a.out = p.out.ptr<float>() + i * kLinearPanel;
-      a.columns = std::min(kLinearPanel, outputs - i * kLinearPanel);
-      kernels.panel(a);
-    }
+    kernels.run(a);
   });
 }
 

@@ -1,4 +1,4 @@
-// The per-level kernel behind LinearCpu: all rows of one panel of outputs.
+// The per-level kernel behind LinearCpu: all rows of a run of panels.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,17 @@
 
 namespace kvcore {
 
-struct LinearPanelArgs {
+struct LinearRunArgs {
   const float* x;      // [rows, inputs], rows `x_stride` apart
-  const void* weight;  // the panel, or the two panels of a gated one
-  const float* bias;   // [kLinearPanel] per panel, or null
+  const void* weight;  // [panels, inputs, kLinearPanel]; an even number of panels if gated
+  const float* bias;   // [panels, kLinearPanel], or null
   float* out;          // [rows, columns], rows `out_stride` apart
-  int64_t rows, inputs, columns, x_stride, out_stride;
+  int64_t rows, inputs, panels, columns, x_stride, out_stride;
   bool is_bf16, gated;
 };
 
 struct LinearKernels {
-  void (*panel)(const LinearPanelArgs& args);
+  void (*run)(const LinearRunArgs& args);
 };
 KV_DECLARE_ISA_TABLE(LinearKernels, kLinearKernels)
 
