@@ -7,6 +7,7 @@ import pytest
 from support.cli_tools import run
 
 from kvcore.demo import rows, weights
+from kvcore.models import embedded
 from kvcore.policies import available
 
 NAMES = ", ".join(name for name in available() if name != "full")
@@ -80,7 +81,8 @@ def test_bad_input_is_one_line_and_exit_code_2(args, message):
 def test_damaged_weights_end_the_demo_with_the_file_and_the_way_out(tmp_path, monkeypatch):
     copy = shutil.copytree(weights.ROOT, tmp_path / "weights")
     (copy / "prm" / "model.safetensors").write_bytes(b"junk")
-    monkeypatch.setattr(weights, "ROOT", copy)
+    for module in (weights, embedded):
+        monkeypatch.setattr(module, "ROOT", copy)
     done = run("demo", "--problems", "1")
     assert done.exit_code == 1
     assert "prm/model.safetensors" in done.output and "reinstall" in done.output

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from kvcore.cli.errors import Failure, UsageError, bad_value_is
 from kvcore.config import EngineConfig, SearchConfig, as_separators, check_template_args
-from kvcore.demo import weights
 from kvcore.eval import Problem, Run, ScorerSpec, load_problems
 from kvcore.eval.runs import PRM_READS, PrmRead
+from kvcore.models.embedded import DamagedWeights
 from kvcore.models.sources import UnreachableModel, is_hub_id, resolve
 
 
@@ -44,27 +44,15 @@ def model_directory(path: Path, flag: str) -> Path:
         UsageError: it does not look like one, or there is no such embedded model.
         Failure: a file of the embedded model is missing or damaged, or the hub model cannot be had.
     """
-    kind, separator, name = str(path).partition(":")
-    if separator and kind == "demo":
-        return _demo_directory(name, flag)
     try:
         folder = resolve(path, flag)
-    except UnreachableModel as error:
+    except (UnreachableModel, DamagedWeights) as error:
         raise Failure(str(error)) from error
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not (folder / "config.json").is_file():
         raise UsageError(f"{flag}: expected a model directory, got {str(path)!r} (no config.json)")
     return folder
-
-
-def _demo_directory(name: str, flag: str) -> Path:
-    try:
-        return weights.model_directory(name)
-    except weights.DamagedWeights as error:
-        raise Failure(str(error)) from error
-    except ValueError as error:
-        raise UsageError(f"{flag}: {error}") from error
 
 
 def parse_scorer(text: str) -> ScorerSpec:

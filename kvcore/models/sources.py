@@ -9,7 +9,7 @@ import logging
 import re
 from pathlib import Path
 
-from kvcore.models.embedded import model_directory
+from kvcore.models.embedded import DamagedWeights, model_directory
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,12 @@ def resolve(source: str | Path, argument: str = "model") -> Path:
     name = str(source)
     kind, separator, embedded = name.partition(":")
     if separator and kind == "demo":
-        return model_directory(embedded)
+        try:
+            return model_directory(embedded)
+        except DamagedWeights:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{argument}: {error}") from None
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
