@@ -83,10 +83,11 @@ class Lanes:
 
     def token(self) -> float:
         """Takes in one token in all layers. Returns a layer's mean time to attend, in seconds."""
-        assert self.cache.replace is not None
         if not self.observed:
             self.tokens += 1
-            self.cache.replace[:] = self.tokens * 7 % (self.slots // 4)
+            slot = self.tokens * 7 % (self.slots // 4)
+            lanes = torch.full((1, self.layers, KV_HEADS), slot, dtype=torch.int32)
+            self.cache.set_replace([self.seq], lanes)
         self.batch = self.cache.extend([self.seq], [1])
         seconds = 0.0
         for layer in range(self.layers):
@@ -99,7 +100,7 @@ class Lanes:
 
     def attend(self, layer: int, query: Tensor, *, observed: bool) -> Tensor:
         observe = self.settings if observed else None
-        scratch = self.cache._attend_scratch
+        scratch = self.cache._attend_scratch()
         store = self.cache.store
         return ops.attend(store, layer, query, self.batch, self.scale, scratch, observe)
 
@@ -114,6 +115,7 @@ class Lanes:
             mix=0.1,
             threshold=0.5,
             pool_first=False,
+            scale=self.scale,
         )
 
     def check(self) -> None:
