@@ -62,7 +62,7 @@ def test_every_loader_takes_every_source():
         ("a/b/c", "base: expected a model directory, got 'a/b/c'"),
         ("../x", "base: expected a model directory"),
         (__file__, r"\(a file\)"),
-        ("demo:nope", "base: demo: expected one of demo:base"),
+        ("demo:nope", "base: expected one of demo:base"),
     ],
 )
 def test_what_is_no_source_is_told(source, message):

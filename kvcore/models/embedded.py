@@ -34,11 +34,12 @@ def write_manifest(root: Path, names: Sequence[str]) -> None:
     (root / MANIFEST).write_text(json.dumps(digests, indent=2) + "\n")
 
 
-def model_directory(name: str, root: Path | None = None) -> Path:
+def model_directory(name: str, root: Path | None = None, argument: str = "demo") -> Path:
     """Directory of an embedded model, its files checked.
 
     Args:
         root: where the models lie; None takes the package's own.
+        argument: name used in error messages.
     Raises:
         ValueError: no such model.
         DamagedWeights: a file is missing or damaged; names it.
@@ -53,7 +54,7 @@ def model_directory(name: str, root: Path | None = None) -> Path:
         raise DamagedWeights(manifest, "is damaged") from None
     if name not in models:
         expected = ", ".join(f"demo:{known}" for known in models)
-        raise ValueError(f"demo: expected one of {expected}, got {'demo:' + name!r}")
+        raise ValueError(f"{argument}: expected one of {expected}, got {'demo:' + name!r}")
     for file, digest in models[name].items():
         path = root / name / file
         if not path.is_file():

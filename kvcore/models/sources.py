@@ -9,7 +9,7 @@ import logging
 import re
 from pathlib import Path
 
-from kvcore.models.embedded import DamagedWeights, model_directory
+from kvcore.models.embedded import model_directory
 
 _log = logging.getLogger(__name__)
 
@@ -42,12 +42,7 @@ def resolve(source: str | Path, argument: str = "model") -> Path:
     name = str(source)
     kind, separator, embedded = name.partition(":")
     if separator and kind == "demo":
-        try:
-            return model_directory(embedded)
-        except DamagedWeights:
-            raise
-        except ValueError as error:
-            raise ValueError(f"{argument}: {error}") from None
+        return model_directory(embedded, argument=argument)
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
